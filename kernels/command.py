@@ -7,7 +7,7 @@ import sys
 from time import perf_counter
 from typing import Any
 
-from llm.base.errors import LLMError
+from llm.errors import LLMError
 from llm.kernels.cpu import build
 
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from llm.base.errors import LLMError
+from llm.errors import LLMError
 from llm.kernels.cpu import build
 from llm.kernels.cpu.library import choose_target, requested_isa
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llm.base.custom_op import PluggableLayer
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.layers.lora import LayerAdapters
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import EmbeddingMethodBase, QuantizationConfig

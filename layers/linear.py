@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from llm.base.custom_op import PluggableLayer
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.kernels.weight import Weight
 from llm.layers.lora import LayerAdapters
 from llm.layers.parallel import SINGLE, TensorParallel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from llm.base.custom_op import PluggableLayer
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.kernels.select import backend_of_construction
 from llm.layers.embedding import VocabParallelEmbedding
 

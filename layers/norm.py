@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llm.base.custom_op import CustomOp
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.kernels.backend import Operations
 from llm.layers.kernel_op import KernelOp
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from llm.base.errors import LLMError, ValidationError
+from llm.errors import LLMError, ValidationError
 from llm.platforms.interface import Platform
 from llm.plugins import load_class
 

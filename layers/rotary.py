@@ -16,7 +16,7 @@ import torch
 
 from llm.base.checks import refuse
 from llm.base.custom_op import CustomOp
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.kernels.backend import Operations
 from llm.kernels.reference.rotary import apply_rotary
 from llm.layers.kernel_op import KernelOp

@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from llm.api import LLM as LLM
     from llm.api.async_llm import AsyncLLM as AsyncLLM
     from llm.api.llm_engine import LLMEngine as LLMEngine
-    from llm.base.errors import ArgumentError as ArgumentError
-    from llm.base.errors import CheckpointError as CheckpointError
-    from llm.base.errors import EmptyPromptError as EmptyPromptError
-    from llm.base.errors import EngineBusyError as EngineBusyError
-    from llm.base.errors import EngineClosedError as EngineClosedError
-    from llm.base.errors import GenerationInterrupted as GenerationInterrupted
-    from llm.base.errors import JobError as JobError
-    from llm.base.errors import JobInterrupted as JobInterrupted
-    from llm.base.errors import LLMError as LLMError
-    from llm.base.errors import LogitsProcessorError as LogitsProcessorError
-    from llm.base.errors import MissingPackageError as MissingPackageError
-    from llm.base.errors import OutOfMemoryError as OutOfMemoryError
-    from llm.base.errors import PluginError as PluginError
-    from llm.base.errors import PromptTooLongError as PromptTooLongError
-    from llm.base.errors import RowError as RowError
-    from llm.base.errors import SamplingError as SamplingError
-    from llm.base.errors import TokenOutOfRangeError as TokenOutOfRangeError
-    from llm.base.errors import UnsupportedModelError as UnsupportedModelError
-    from llm.base.errors import ValidationError as ValidationError
     from llm.beam_params import BeamSearchParams as BeamSearchParams
     from llm.config.command_line import AsyncEngineArgs as AsyncEngineArgs
     from llm.config.command_line import EngineArgs as EngineArgs
     from llm.engine.async_llm_engine import AsyncLLMEngine as AsyncLLMEngine
+    from llm.errors import ArgumentError as ArgumentError
+    from llm.errors import CheckpointError as CheckpointError
+    from llm.errors import EmptyPromptError as EmptyPromptError
+    from llm.errors import EngineBusyError as EngineBusyError
+    from llm.errors import EngineClosedError as EngineClosedError
+    from llm.errors import GenerationInterrupted as GenerationInterrupted
+    from llm.errors import JobError as JobError
+    from llm.errors import JobInterrupted as JobInterrupted
+    from llm.errors import LLMError as LLMError
+    from llm.errors import LogitsProcessorError as LogitsProcessorError
+    from llm.errors import MissingPackageError as MissingPackageError
+    from llm.errors import OutOfMemoryError as OutOfMemoryError
+    from llm.errors import PluginError as PluginError
+    from llm.errors import PromptTooLongError as PromptTooLongError
+    from llm.errors import RowError as RowError
+    from llm.errors import SamplingError as SamplingError
+    from llm.errors import TokenOutOfRangeError as TokenOutOfRangeError
+    from llm.errors import UnsupportedModelError as UnsupportedModelError
+    from llm.errors import ValidationError as ValidationError
     from llm.inputs import PromptType as PromptType
     from llm.inputs import TextPrompt as TextPrompt
     from llm.inputs import TokensPrompt as TokensPrompt
@@ -110,25 +110,25 @@ _PUBLIC = {
     "PoolingRequestOutputs": "llm.outputs_pooling",
     "ScoringOutput": "llm.outputs_pooling",
     "ScoringRequestOutput": "llm.outputs_pooling",
-    "LLMError": "llm.base.errors",
-    "ValidationError": "llm.base.errors",
-    "PromptTooLongError": "llm.base.errors",
-    "EmptyPromptError": "llm.base.errors",
-    "TokenOutOfRangeError": "llm.base.errors",
-    "RowError": "llm.base.errors",
-    "JobError": "llm.base.errors",
-    "EngineClosedError": "llm.base.errors",
-    "GenerationInterrupted": "llm.base.errors",
-    "JobInterrupted": "llm.base.errors",
-    "CheckpointError": "llm.base.errors",
-    "UnsupportedModelError": "llm.base.errors",
-    "OutOfMemoryError": "llm.base.errors",
-    "MissingPackageError": "llm.base.errors",
-    "PluginError": "llm.base.errors",
-    "LogitsProcessorError": "llm.base.errors",
-    "SamplingError": "llm.base.errors",
-    "EngineBusyError": "llm.base.errors",
-    "ArgumentError": "llm.base.errors",
+    "LLMError": "llm.errors",
+    "ValidationError": "llm.errors",
+    "PromptTooLongError": "llm.errors",
+    "EmptyPromptError": "llm.errors",
+    "TokenOutOfRangeError": "llm.errors",
+    "RowError": "llm.errors",
+    "JobError": "llm.errors",
+    "EngineClosedError": "llm.errors",
+    "GenerationInterrupted": "llm.errors",
+    "JobInterrupted": "llm.errors",
+    "CheckpointError": "llm.errors",
+    "UnsupportedModelError": "llm.errors",
+    "OutOfMemoryError": "llm.errors",
+    "MissingPackageError": "llm.errors",
+    "PluginError": "llm.errors",
+    "LogitsProcessorError": "llm.errors",
+    "SamplingError": "llm.errors",
+    "EngineBusyError": "llm.errors",
+    "ArgumentError": "llm.errors",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llm.base.command_line import add_logits_processors
-from llm.base.errors import LLMError, ValidationError
 from llm.base.types import Commands, JsonObject
+from llm.errors import LLMError, ValidationError
 
 if TYPE_CHECKING:
     from llm.api import LLM

@@ -19,7 +19,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.template_plain import is_plain
 from llm.template_process import PROCESS, TemplateLimit
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from llm import __version__
 from llm.base.command_line import add_logits_processors, one_by_one
-from llm.base.errors import LLMError, ValidationError, is_out_of_memory
 from llm.base.text import clip
 from llm.base.types import Commands
+from llm.errors import LLMError, ValidationError, is_out_of_memory
 
 if TYPE_CHECKING:
     from llm.api import LLM

@@ -1,5 +1,5 @@
-"""`vllm.exceptions`: a re-export. Errors are in `llm.base.errors`."""
+"""`vllm.exceptions`: a re-export. Errors are in `llm.errors`."""
 
-from llm.base.errors import ValidationError as VLLMValidationError
+from llm.errors import ValidationError as VLLMValidationError
 
 __all__ = ["VLLMValidationError"]

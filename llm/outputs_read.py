@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from llm.base import errors
-from llm.base.errors import LLMError
+from llm import errors
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
+from llm.errors import LLMError
 from llm.inputs import LoRARequest
 from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, StructuredOutcome
 from llm.sampling_params import SamplingParams

@@ -51,10 +51,10 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from llm.base.errors import LLMError, PluginError, ValidationError, nearest
 from llm.base.forks import renewed_in_children
 from llm.base.missing import missing_names
 from llm.config import env
+from llm.errors import LLMError, PluginError, ValidationError, nearest
 
 CONTRACT_VERSION = 1
 
@@ -286,7 +286,7 @@ def guarded(plugin: Plugin, what: str, function: Callable[P, R], *args: P.args, 
 def hook(plugin: Plugin, function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a method of a plugin's platform: an exception becomes a `PluginError` of the plugin.
 
-    Errors of `llm.base.errors` pass: a platform raises them to refuse a request.
+    Errors of `llm.errors` pass: a platform raises them to refuse a request.
     """
 
     @functools.wraps(function)

@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from llm.base.disk import sync
-from llm.base.errors import CheckpointError, LLMError, ValidationError
 from llm.base.text import quote, show
 from llm.base.types import JsonObject
 from llm.config.defaults import library_defaults
@@ -29,6 +28,7 @@ from llm.engine.cache_rows import CachePart
 from llm.engine.engine import Engine
 from llm.engine.kv_cache import SLOTS
 from llm.engine.prefix_entries import Entry, cached_entries, restore_entries
+from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.loading.checkpoint import Checkpoint
 from llm.loading.model_files import read_json
 from llm.quantize.partial import partial_folder

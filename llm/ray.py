@@ -21,10 +21,10 @@ import numpy as np
 
 from llm.api import EMBEDDED_MODEL, LLM
 from llm.base.checks import check_choice, refuse
-from llm.base.errors import OutOfMemoryError
 from llm.base.optional import optional_package
 from llm.base.types import JsonObject
 from llm.engine.rows import ON_TOO_LONG
+from llm.errors import OutOfMemoryError
 from llm.jobs.adapters import JobAdapters
 from llm.jobs.requests import ANSWER_COLUMNS
 from llm.jobs.shared_journal import SharedJournal

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel
 
-from llm.base.errors import CheckpointError, ValidationError
+from llm.errors import CheckpointError, ValidationError
 from llm.inputs import ChatMessage
 from llm.loading.model_files import check_small_files, read_json
 from llm.tokenizer_backends import (

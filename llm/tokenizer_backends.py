@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from tokenizers import Tokenizer as FastTokenizer
 
 from llm.base.checks import refuse
-from llm.base.errors import CheckpointError
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
+from llm.errors import CheckpointError
 from llm.loading.model_files import check_model_file
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llm import plugins
-from llm.base.errors import LLMError, PluginError, ValidationError, nearest
 from llm.base.missing import missing_name
 from llm.config import env
+from llm.errors import LLMError, PluginError, ValidationError, nearest
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.cuda import CudaPlatform
 from llm.platforms.interface import Platform, PlatformEnum

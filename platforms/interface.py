@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.forward import StateSpec
 from llm.platforms.limits import host_memory
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from llm.base.errors import PluginError
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import EngineArgs
+from llm.errors import PluginError
 from llm.platforms.interface import Platform
 
 # Section -> its attributes, which are arguments of the same name.

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError, LLMError
+from llm.errors import CheckpointError, LLMError
 from llm.quantization.base import QuantizeMethodBase, StaticCache
 from llm.quantization.storage.base import POSITIVE, checked
 from llm.quantization.unquantized import new_parameter

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from llm.base.errors import CheckpointError
 from llm.base.text import clip
+from llm.errors import CheckpointError
 
 T = TypeVar("T")
 # Escapes, character classes, openings of groups, counted repetitions; then single characters.

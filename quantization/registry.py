@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from llm.base.errors import LLMError, ValidationError, nearest
+from llm.errors import LLMError, ValidationError, nearest
 from llm.quantization.base import QuantizationConfig
 from llm.quantization.schemes.method import IntegerMethod
 from llm.quantization.schemes.table import SCHEMES

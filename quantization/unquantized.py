@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from llm.base.construction import construction
-from llm.base.errors import CheckpointError
+from llm.errors import CheckpointError
 from llm.kernels.backend import ArrivingRows
 from llm.kernels.reference.linear import embedding, linear, pack
 from llm.kernels.select import backend_of_construction

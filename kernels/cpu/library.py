@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from llm.base.errors import LLMError, ValidationError
 from llm.config import env
+from llm.errors import LLMError, ValidationError
 from llm.kernels.cpu import build
 from llm.kernels.cpu.memory import Pool, eighths
 from llm.kernels.cpu.signatures import FUNCTIONS, KERNELS, Signature, mismatches

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from llm.base.custom_op import PluggableLayer
-from llm.base.errors import UnsupportedModelError
 from llm.base.watch import Patchable
+from llm.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, LatentCacheSpec
 from llm.kernels.select import backend_of_construction
 from llm.layers.linear import ColumnParallelLinear, LinearBase

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from llm.base.custom_op import CustomOp
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 
 Sizes = int | tuple[int, ...]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from llm.base.custom_op import CustomOp
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.kernels.backend import Operations
 from llm.layers.kernel_op import KernelOp
 from llm.layers.mamba.gated_norm import check_divides

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from llm.base.custom_op import CustomOp
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 
 
 @CustomOp.register("mm_encoder_attn")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from llm.base.custom_op import CustomOp
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from llm.base.custom_op import PluggableLayer
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from llm.quantization.base import QuantizationConfig
 

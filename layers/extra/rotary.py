@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from llm.base.custom_op import CustomOp
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.kernels.reference.rotary import apply_rotary
 from llm.layers.rotary import base_wavelengths, cos_sin_table
 

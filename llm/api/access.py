@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 
 from llm.api.host import Host
-from llm.base.errors import ValidationError, nearest
 from llm.base.names import known_names
 from llm.config.engine import EngineConfig
+from llm.errors import ValidationError, nearest
 
 R = TypeVar("R")
 

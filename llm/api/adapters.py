@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from llm.base.checks import refuse
-from llm.base.errors import ValidationError
 from llm.base.text import show
 from llm.engine.adapter_slots import Adapter
 from llm.engine.engine import Engine
 from llm.engine.rows import AnyRow, Row
+from llm.errors import ValidationError
 from llm.inputs import LoRARequest
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None

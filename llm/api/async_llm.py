@@ -20,10 +20,10 @@ from llm.api.checks import check_priority
 from llm.api.engine_thread import PAUSES, Call, EngineThread
 from llm.api.facade import LLM
 from llm.base.checks import check_choice, check_flag, refuse
-from llm.base.errors import EngineClosedError
 from llm.base.names import known_names
 from llm.base.types import JsonObject
 from llm.config.argument_check import CALLS
+from llm.errors import EngineClosedError
 from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.outputs_pooling import PoolingOutput, PoolingRequestOutput

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llm.base.checks import check_integer
-from llm.base.errors import ValidationError
 from llm.base.text import show
 from llm.config.elsewhere import ASKS_NOTHING
 from llm.engine.rows import AnyRow, Row
+from llm.errors import ValidationError
 
 Priority = int | Sequence[int] | None
 

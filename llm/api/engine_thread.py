@@ -22,12 +22,12 @@ from llm.api.asking import Asked, ChatPrompt
 from llm.api.checks import give_priority
 from llm.api.flow import FlowHost
 from llm.api.told import Reading, Told
-from llm.base.errors import EngineClosedError, LLMError, ValidationError
 from llm.base.forks import tell_of_forks
 from llm.engine.engine import Engine
 from llm.engine.prompts import list_prompts
 from llm.engine.request import without_frames
 from llm.engine.rows import RefusedRow, Row
+from llm.errors import EngineClosedError, LLMError, ValidationError
 from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.sampling_params import RequestOutputKind, SamplingParams

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llm.base.errors import LLMError, ValidationError
 from llm.engine.calibrate import run_texts
 from llm.engine.engine import Engine
+from llm.errors import LLMError, ValidationError
 
 if TYPE_CHECKING:
     import pandas

@@ -32,12 +32,6 @@ from llm.api.streaming import Streaming
 from llm.api.verifying import Verifying
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_flag
-from llm.base.errors import (
-    EngineBusyError,
-    EngineClosedError,
-    ValidationError,
-    nearest,
-)
 from llm.base.forks import renew, tell_of_forks
 from llm.config import compilation, env
 from llm.config.argument_check import check_arguments
@@ -57,6 +51,12 @@ from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
 from llm.engine.preprocess import Preprocessor
 from llm.engine.rows import AnyRow
+from llm.errors import (
+    EngineBusyError,
+    EngineClosedError,
+    ValidationError,
+    nearest,
+)
 from llm.loading.overrides import Overrides
 from llm.logger import init_logger, set_log_level
 from llm.outputs import RequestOutput

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from llm.api.host import Host
-from llm.base.errors import GenerationInterrupted
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, output_without_run
 from llm.engine.rows import AnyRow, RefusedRow
+from llm.errors import GenerationInterrupted
 from llm.outputs import RequestOutput
 
 # In flight are this many times max_num_seqs, so that rows wait for a place in the batch, not the batch for rows.

@@ -18,7 +18,6 @@ from llm.api.flow import Entry, Unfinished
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice, refuse
-from llm.base.errors import GenerationInterrupted
 from llm.base.names import MISSING, wrong_names
 from llm.base.types import JsonObject
 from llm.config.argument_check import CALLS
@@ -29,6 +28,7 @@ from llm.engine.preprocess import Place, raise_refused
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.engine.prompts import list_prompts
 from llm.engine.rows import ON_TOO_LONG, AnyRow, Row
+from llm.errors import GenerationInterrupted
 from llm.outputs import RequestOutput, RequestOutputs
 from llm.sampling_params import SamplingParams
 

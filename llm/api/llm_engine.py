@@ -14,10 +14,10 @@ from llm.api.adapters import adapters_of, give_adapters
 from llm.api.checks import give_priority
 from llm.api.told import Told
 from llm.base.checks import refuse
-from llm.base.errors import GenerationInterrupted, ValidationError
 from llm.base.names import known_names
 from llm.config.engine import EngineConfig, ModelConfig
 from llm.engine.interrupt import InterruptGuard
+from llm.errors import GenerationInterrupted, ValidationError
 from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams

@@ -16,7 +16,6 @@ from llm.api.adapters import LoRARequests, give_adapters
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice
-from llm.base.errors import GenerationInterrupted, ValidationError
 from llm.base.names import known_names
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
@@ -25,6 +24,7 @@ from llm.engine.pooler import PoolingPlan
 from llm.engine.pooling_rows import BY_TOKEN, PoolingRows, Prefix
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.engine.rows import Row
+from llm.errors import GenerationInterrupted, ValidationError
 from llm.outputs_pooling import (
     AnyOutput,
     ClassificationOutput,

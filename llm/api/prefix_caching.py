@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Protocol
 
 from llm.api.jobs import JobsHost
-from llm.base.errors import ValidationError
 from llm.base.names import known_names
 from llm.base.types import JsonObject
 from llm.engine.engine import Engine
+from llm.errors import ValidationError
 
 
 class PrefixHost(JobsHost, Protocol):

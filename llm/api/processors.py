@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llm.api.host import Host
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.loading import load_logits_processor, qualified_name
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from llm.api.host import Host
 from llm.base.checks import check_flag, refuse
-from llm.base.errors import LLMError, ValidationError
+from llm.errors import LLMError, ValidationError
 
 if TYPE_CHECKING:
     from torch.profiler import profile

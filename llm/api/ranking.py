@@ -13,12 +13,12 @@ from llm.api.adapters import LoRARequests, requests_per_row
 from llm.api.pooling import Params, Pooling, PoolingHost, about, plan_of, pool, values_of
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_integer
-from llm.base.errors import ValidationError
 from llm.base.names import known_names
 from llm.engine.output import PromptState
 from llm.engine.pooler import QWEN3_RERANKER, PoolingPlan
 from llm.engine.pooling_rows import PoolingRows, pair_texts
 from llm.engine.rows import Row
+from llm.errors import ValidationError
 from llm.outputs_pooling import PoolingRequestOutputs, RerankResult, ScoringOutput, ScoringRequestOutput
 from llm.pooling_params import PoolingParams
 

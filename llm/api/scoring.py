@@ -9,7 +9,6 @@ from llm.api.adapters import LoRARequests, adapters_of, give_adapters
 from llm.api.checks import Priority, check_priority
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
-from llm.base.errors import GenerationInterrupted
 from llm.base.names import known_names
 from llm.beam_params import BeamSearchParams
 from llm.engine.beams import BeamSearches
@@ -17,6 +16,7 @@ from llm.engine.interrupt import InterruptGuard
 from llm.engine.progress import check_use_tqdm
 from llm.engine.rows import Row
 from llm.engine.scoring import continuation_rows, likelihood, perplexity_of, perplexity_rows
+from llm.errors import GenerationInterrupted
 from llm.inputs import LoRARequest
 from llm.outputs import BeamSearchOutput, LoglikelihoodOutput, PerplexityOutput, RequestOutput
 

@@ -13,7 +13,6 @@ from typing import Protocol
 from llm.api.adapters import give_adapters
 from llm.api.asking import ChatOptions, Rendering
 from llm.api.host import Host
-from llm.base.errors import GenerationInterrupted, LLMError, ValidationError
 from llm.base.names import known_names
 from llm.base.types import JsonObject
 from llm.config.argument_check import CALLS
@@ -21,6 +20,7 @@ from llm.config.elsewhere import ASKS_NOTHING
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
 from llm.engine.rows import Row
+from llm.errors import GenerationInterrupted, LLMError, ValidationError
 from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from llm.api.reports import ReportHost
 from llm.base.checks import refuse
-from llm.base.errors import ValidationError
 from llm.base.names import known_names
 from llm.base.types import JsonObject
 from llm.config.engine import EngineArgs
+from llm.errors import ValidationError
 from llm.loading.resolve import resolve_folder
 from llm.loading.source import FolderSource, ModelSource
 

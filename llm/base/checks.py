@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeGuard
 
-from llm.base.errors import ValidationError
 from llm.base.text import show
+from llm.errors import ValidationError
 
 _LONGEST_LIST = 1 << 20
 _DEEPEST = 200

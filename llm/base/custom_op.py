@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import torch
 
 from llm.base.construction import construction
-from llm.base.errors import ValidationError, nearest
 from llm.base.replacement import Replaceable, op_registry, replaced_class, replacement_reason
 from llm.base.watch import CountsPatches, define
 from llm.config.compilation import CompilationConfig
+from llm.errors import ValidationError, nearest
 from llm.platforms.interface import Platform
 
 # The platform's dispatch key -> candidate methods; the first that the operation has is bound.

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
-from llm.base.errors import ArgumentError, nearest
+from llm.errors import ArgumentError, nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from llm.base.errors import MissingPackageError
+from llm.errors import MissingPackageError
 
 
 def optional_package(name: str, extra: str) -> ModuleType:

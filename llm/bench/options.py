@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llm.base.errors import ValidationError
 from llm.base.types import JsonObject
 from llm.bench.shapes import find_shape
 from llm.bench.workloads import PREFILL_REPS, find_recipe
+from llm.errors import ValidationError
 
 WEIGHT_DTYPES = ("float32", "bfloat16")
 RIVALS = ("transformers",)

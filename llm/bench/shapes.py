@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from llm.base.errors import ValidationError, nearest
 from llm.base.types import JsonObject
+from llm.errors import ValidationError, nearest
 
 
 def _decoder(

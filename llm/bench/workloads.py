@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from llm.base.errors import ValidationError, nearest
+from llm.errors import ValidationError, nearest
 
 # A stream's prefill is timed with the ids of repetition rep + PREFILL_REPS, so rep must be below it.
 PREFILL_REPS = 100

@@ -10,9 +10,9 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
 
-from llm.base.errors import ArgumentError, ValidationError, nearest
 from llm.config import elsewhere
 from llm.config.arguments import ARGUMENTS
+from llm.errors import ArgumentError, ValidationError, nearest
 from llm.sampling_params import SamplingParams
 
 # Keyword arguments that methods do not have -> what to do instead; see `llm.base.names`.

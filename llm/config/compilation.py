@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any
 
-from llm.base.errors import ValidationError, nearest
+from llm.errors import ValidationError, nearest
 
 BASE_MODES = ("all", "none")
 # vLLM's keys that only configure graph capture and its caches. There is no capture here, so they have no effect.

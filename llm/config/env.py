@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 
 VARIABLES: dict[str, str] = {
     "LLM_LOG_LEVEL": "logging level of the `llm` logger: DEBUG, INFO, WARNING (default) or ERROR",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from llm.base.checks import refuse
-from llm.base.errors import OutOfMemoryError
 from llm.config.engine import (
     CACHE_DTYPES,
     DEFAULT_BLOCK_SIZE,
@@ -17,6 +16,7 @@ from llm.config.engine import (
     EngineArgs,
     SchedulerConfig,
 )
+from llm.errors import OutOfMemoryError
 
 _BYTES_PER_ID = 4
 # Beside offloaded weights: what loading and computing need at once, besides copies of the largest tensor.

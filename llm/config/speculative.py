@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from llm.base.checks import check_integer, refuse
-from llm.base.errors import ValidationError, nearest
+from llm.errors import ValidationError, nearest
 
 METHODS = ("ngram", "draft_model", "mtp", "eagle3")
 # vLLM's older names, one per family.

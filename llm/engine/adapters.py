@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError
 from llm.base.text import list_names
 from llm.config.parts import LoRAConfig
 from llm.engine.adapter_slots import Adapter
+from llm.errors import CheckpointError
 from llm.kernels.backend import Backend
 from llm.kernels.lora import LoraTerm, LoraTerms
 from llm.layers.linear import LinearBase

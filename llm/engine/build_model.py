@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from llm.base.construction import constructing_for
-from llm.base.errors import OutOfMemoryError
 from llm.engine.boundary import RunnerPlan
+from llm.errors import OutOfMemoryError
 from llm.layers.parallel import tensor_parallel
 from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.adapters.merge import MergedTensors

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from llm.base.errors import ValidationError
 from llm.engine.boundary import RunnerPlan
 from llm.engine.kv_cache import SLOTS
+from llm.errors import ValidationError
 from llm.forward import KVCacheSpec, LatentCacheSpec, PagedSpec
 from llm.layers.attention import attention_backend
 from llm.platforms.interface import Platform

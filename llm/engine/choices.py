@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llm.base.checks import refuse
-from llm.base.errors import PromptTooLongError, ValidationError
 from llm.engine.preprocess import Preprocessor
 from llm.engine.prompts import ParsedPrompt, list_prompts, parse_prompt
 from llm.engine.rows import Row
 from llm.engine.scoring import scored_rows
+from llm.errors import PromptTooLongError, ValidationError
 from llm.outputs import ChoiceOutput, LoglikelihoodOutput
 
 # What a log-likelihood is divided by, and the harness's name of the accuracy of the label.

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from llm.base.checks import refuse
-from llm.base.errors import LLMError, ValidationError
 from llm.base.types import JsonObject
 from llm.engine.prompts import list_conversations
+from llm.errors import LLMError, ValidationError
 from llm.replies.choice import ToolChoice
 from llm.replies.history import readable, tools_as_text, with_text
 from llm.tokenizer import Tokenizer

@@ -11,7 +11,6 @@ from time import monotonic, perf_counter, time
 
 import torch
 
-from llm.base.errors import LogitsProcessorError
 from llm.config.engine import EngineConfig
 from llm.engine.cores import warn_of_busy_cores
 from llm.engine.metrics import EndedRequests, share_in_use
@@ -22,6 +21,7 @@ from llm.engine.runner import Runner
 from llm.engine.scheduler import Scheduler
 from llm.engine.stats import EngineStats, LLMStats
 from llm.engine.step import RunnerOutput, SchedulerOutput
+from llm.errors import LogitsProcessorError
 from llm.outputs import RequestStateStats
 from llm.tokenizer import Tokenizer
 

@@ -18,10 +18,10 @@ from torch import nn
 
 import llm.layers
 from llm.base.custom_op import CustomOp, check_registered
-from llm.base.errors import PluginError, ValidationError
 from llm.base.replacement import op_registry, replaced_class, replacement_reason
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import EngineArgs
+from llm.errors import PluginError, ValidationError
 from llm.forward import StateSpec
 from llm.layers.attention import Attention
 from llm.layers.attention.backend import PagedAttention

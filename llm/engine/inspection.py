@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from llm.base.errors import LLMError
 from llm.config.defaults import library_defaults
 from llm.engine.boundary import RunnerPlan
 from llm.engine.cost import ModelCost, count_model
 from llm.engine.expert_load import ExpertCounter
 from llm.engine.observe import Captured, InputObserver, LayerCapture, layer_noise
 from llm.engine.profile import ProfileRow, RunnerProfile
+from llm.errors import LLMError
 from llm.explain import Explanation, explain_runner
 from llm.layers.moe import FusedMoE
 from llm.loading.gguf.source import GgufSource

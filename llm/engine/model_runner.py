@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from llm.base.errors import OutOfMemoryError, ValidationError
 from llm.base.phases import PhaseTimes
 from llm.base.threads import serial_pytorch
 from llm.config.defaults import library_defaults
@@ -36,6 +35,7 @@ from llm.engine.speculation.head import HeadSource, PlacedHead, own_blocks
 from llm.engine.speculation.make import make_proposer
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.engine.step_input import StepInput
+from llm.errors import OutOfMemoryError, ValidationError
 from llm.forward import ForwardBatch, KVCacheSpec, PagedSpec, RecurrentSpec, StateSpec, all_roll_back
 from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from llm.base.activations import ACTIVATE, normalised
-from llm.base.errors import CheckpointError
 from llm.engine.step import PoolingRow
+from llm.errors import CheckpointError
 from llm.kernels.backend import Backend
 from llm.kernels.weight import Weight
 from llm.loading.checkpoint import Checkpoint

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llm.base.checks import refuse
-from llm.base.errors import PromptTooLongError, ValidationError
 from llm.config.engine import ModelConfig, ReasoningConfig
 from llm.engine.conversations import no_tokenizer, rendered
 from llm.engine.prompts import ParsedPrompt, check_text, list_prompts, parse_prompt
 from llm.engine.rows import AnyRow, RefusedRow, Row, RowMaker, refuse_too_long, rows_only
 from llm.engine.tokenization import Tokenization
+from llm.errors import PromptTooLongError, ValidationError
 from llm.inputs import TokensPrompt
 from llm.replies.choice import ToolChoice
 from llm.replies.reader import ReplyReader

@@ -14,10 +14,10 @@ from time import monotonic
 from tqdm import tqdm
 
 from llm.base.bar import Bar, UseTqdm
-from llm.base.errors import ValidationError
 from llm.engine.lengths import Lengths, ToCome
 from llm.engine.output import PromptState
 from llm.engine.request import Request
+from llm.errors import ValidationError
 from llm.progress import GenerationProgress
 
 _REFRESH_SECONDS = 0.1

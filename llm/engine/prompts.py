@@ -11,9 +11,9 @@ from numbers import Integral
 from typing import NamedTuple, NoReturn
 
 from llm.base.checks import refuse
-from llm.base.errors import ValidationError
 from llm.base.types import JsonObject
 from llm.config.elsewhere import NOT_TEXT
+from llm.errors import ValidationError
 
 
 class ParsedPrompt(NamedTuple):

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llm.base.checks import check_integer, refuse
-from llm.base.errors import ValidationError
 from llm.config.engine import ModelConfig
 from llm.engine.preprocess import Preprocessor
 from llm.engine.prompts import list_prompts
 from llm.engine.rows import Row
+from llm.errors import ValidationError
 from llm.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
 from llm.sampling_params import SamplingParams
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from llm.base.checks import check_flag, check_integer, refuse
-from llm.base.errors import ValidationError, nearest
+from llm.errors import ValidationError, nearest
 from llm.tokenizer_backends import Truncation
 
 _NAME = "tokenization_kwargs"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llm.base.checks import refuse
-from llm.base.errors import ValidationError, nearest
 from llm.base.text import show
+from llm.errors import ValidationError, nearest
 from llm.inputs import LoRARequest
 
 COLUMN = "lora_name"

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llm.base.errors import JobError
 from llm.base.types import JsonObject
 from llm.engine.rows import Row
+from llm.errors import JobError
 from llm.outputs import RequestOutput
 from llm.outputs_json import output_as_json
 from llm.outputs_read import output_from_json

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from llm.base.checks import check_flag, check_integer
-from llm.base.errors import ValidationError, nearest
 from llm.base.text import quote, show
 from llm.base.types import JsonObject
+from llm.errors import ValidationError, nearest
 from llm.outputs import CompletionOutput, Logprob, RequestOutput
 from llm.replies.choice import ToolChoice
 from llm.sampling_params import RepetitionDetectionParams, SamplingParams

@@ -12,9 +12,9 @@ from time import monotonic
 
 from llm.api.flow import Entry
 from llm.base.checks import refuse
-from llm.base.errors import JobError
 from llm.engine.output import PromptState
 from llm.engine.rows import AnyRow, RefusedRow
+from llm.errors import JobError
 from llm.jobs.answers import Answer, Partials
 from llm.jobs.identity import row_key
 from llm.jobs.journal import Journal

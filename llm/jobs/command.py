@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.base.command_line import add_logits_processors
-from llm.base.errors import JobInterrupted, ValidationError
 from llm.base.types import Commands, JsonObject
+from llm.errors import JobInterrupted, ValidationError
 from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from llm.base.disk import sync
-from llm.base.errors import JobError
 from llm.base.types import JsonObject
+from llm.errors import JobError
 from llm.jobs.journal import difference
 
 _VERSION = 1

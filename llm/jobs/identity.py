@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from llm.base.errors import ValidationError
 from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.config.engine import EngineArgs, EngineConfig
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.pooler import PoolingPlan
 from llm.engine.rows import AnyRow, RefusedRow
+from llm.errors import ValidationError
 from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.resolve import resolve_folder
 from llm.loading.source import ModelSource

@@ -17,7 +17,13 @@ import numpy as np
 
 from llm.api.flow import Entry, Flow, FlowHost
 from llm.base.bar import UseTqdm
-from llm.base.errors import (
+from llm.base.text import clip
+from llm.base.types import JsonObject
+from llm.engine.interrupt import InterruptGuard
+from llm.engine.output import PromptState, output_without_run
+from llm.engine.progress import Progress
+from llm.engine.rows import AnyRow, RefusedRow, Row
+from llm.errors import (
     GenerationInterrupted,
     JobError,
     JobInterrupted,
@@ -26,12 +32,6 @@ from llm.base.errors import (
     OutOfMemoryError,
     is_out_of_memory,
 )
-from llm.base.text import clip
-from llm.base.types import JsonObject
-from llm.engine.interrupt import InterruptGuard
-from llm.engine.output import PromptState, output_without_run
-from llm.engine.progress import Progress
-from llm.engine.rows import AnyRow, RefusedRow, Row
 from llm.jobs.answers import Answer, Answers, Ended, Partials
 from llm.jobs.finished import sum_of, write_finished
 from llm.jobs.identity import rows_key

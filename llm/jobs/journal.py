@@ -26,9 +26,9 @@ from time import monotonic
 from typing import BinaryIO
 
 from llm.base.disk import sync
-from llm.base.errors import JobError
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
+from llm.errors import JobError
 from llm.outputs_read import check_form, check_output
 
 VERSION = 1

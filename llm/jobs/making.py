@@ -18,7 +18,13 @@ from typing import TypeVar
 from llm.api.adapters import give_adapters
 from llm.api.flow import FlowHost
 from llm.api.ranking import asked_text
-from llm.base.errors import (
+from llm.base.text import clip
+from llm.engine.engine import Engine
+from llm.engine.pooler import QWEN3_RERANKER
+from llm.engine.pooling_rows import PoolingRows, Prefix
+from llm.engine.preprocess import Place, Preprocessor
+from llm.engine.rows import AnyRow, RefusedRow
+from llm.errors import (
     EngineBusyError,
     EngineClosedError,
     LLMError,
@@ -27,12 +33,6 @@ from llm.base.errors import (
     ValidationError,
     is_out_of_memory,
 )
-from llm.base.text import clip
-from llm.engine.engine import Engine
-from llm.engine.pooler import QWEN3_RERANKER
-from llm.engine.pooling_rows import PoolingRows, Prefix
-from llm.engine.preprocess import Place, Preprocessor
-from llm.engine.rows import AnyRow, RefusedRow
 from llm.inputs import LoRARequest
 from llm.jobs.requests import BatchRows, PlainRows
 from llm.jobs.tables import Read

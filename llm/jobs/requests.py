@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llm.base.errors import ValidationError, nearest
 from llm.base.text import clip, list_names, quote
 from llm.base.types import JsonObject
+from llm.errors import ValidationError, nearest
 from llm.inputs import LoRARequest
 from llm.jobs.adapters import COLUMN, JobAdapters
 from llm.jobs.answers import Ended

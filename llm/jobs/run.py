@@ -18,12 +18,12 @@ import numpy as np
 from llm.api.flow import FlowHost
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice, check_flag, refuse
-from llm.base.errors import JobError, ValidationError
 from llm.base.text import list_names, quote
 from llm.base.types import JsonObject
 from llm.engine.pooler import PoolingPlan
 from llm.engine.progress import check_use_tqdm
 from llm.engine.rows import ON_TOO_LONG
+from llm.errors import JobError, ValidationError
 from llm.jobs.adapters import JobAdapters
 from llm.jobs.finished import check_finished, digest_of, sum_of
 from llm.jobs.identity import check_recordable

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from llm.base.errors import JobError, ValidationError
 from llm.base.types import JsonObject
+from llm.errors import JobError, ValidationError
 from llm.jobs.finished import merge_finished
 from llm.jobs.tables import read_rows, schema_of, write_rows
 

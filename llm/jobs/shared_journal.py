@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from llm.base.errors import JobError
 from llm.base.types import JsonObject
+from llm.errors import JobError
 from llm.jobs.answers import Answer, Ended
 from llm.jobs.journal import Journal, check_header, read_line
 

@@ -18,10 +18,10 @@ from types import ModuleType
 from typing import NamedTuple, TextIO
 
 from llm.base.disk import sync
-from llm.base.errors import JobError
 from llm.base.optional import optional_package
 from llm.base.text import clip, quote, show
 from llm.base.types import JsonObject
+from llm.errors import JobError
 
 # The type of a column: of a text or a number, a list of one form, a struct of named ones.
 Form = type | list["Form"] | dict[str, "Form"]

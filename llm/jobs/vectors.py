@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from llm.base.checks import check_choice
-from llm.base.errors import ValidationError
 from llm.base.types import JsonObject
 from llm.engine.pooler import PoolingPlan
+from llm.errors import ValidationError
 from llm.inputs import LoRARequest
 from llm.jobs.adapters import JobAdapters
 from llm.jobs.answers import Ended, base64_of

@@ -18,9 +18,9 @@ from types import MappingProxyType
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llm.base.errors import CheckpointError
 from llm.base.text import clip, list_names, quote
 from llm.base.types import JsonObject
+from llm.errors import CheckpointError
 from llm.loading.model_files import check_model_file, parse_object, read_json
 
 HEADER_LIMIT_BYTES = 100_000_000

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from llm.base.errors import CheckpointError
 from llm.base.text import quote
+from llm.errors import CheckpointError
 from llm.loading.checkpoint import HEADER_LIMIT_BYTES, find_index, read_weight_map
 from llm.loading.gguf.container import read_header
 from llm.loading.gguf.resolve import choose_on_hub, find_cached, hub_name_of

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from llm.base.bar import Bar
-from llm.base.errors import CheckpointError
+from llm.errors import CheckpointError
 from llm.layers.mamba.parameters import DecayingLayer
 from llm.loading.early import EarlyPacking
 from llm.loading.source import Tensors

@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from llm.base.errors import CheckpointError
 from llm.base.text import clip, quote
 from llm.base.types import JsonObject
+from llm.errors import CheckpointError
 
 # What may lie beside the weights, apart from the index of their shards.
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")

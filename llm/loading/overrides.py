@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from llm.base.errors import ValidationError
 from llm.base.types import JsonObject
+from llm.errors import ValidationError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

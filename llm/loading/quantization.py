@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llm.base.errors import CheckpointError, UnsupportedModelError, ValidationError, nearest
 from llm.base.text import show
 from llm.base.types import JsonObject
+from llm.errors import CheckpointError, UnsupportedModelError, ValidationError, nearest
 from llm.loading.model_files import read_json
 from llm.loading.way_out import schemes_instead
 from llm.quantization.base import QuantizationConfig

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm.base.errors import CheckpointError, LLMError, ValidationError
 from llm.base.text import list_names
+from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.loading.checkpoint import find_index, read_weight_map
 from llm.loading.way_out import of_file
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.text import clip, quote, show
 from llm.base.types import JsonObject
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.loading.model_files import check_model_file, parse_object, read_json
 from llm.loading.resolve import snapshot_of
 

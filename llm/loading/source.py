@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from llm.base.errors import CheckpointError
 from llm.base.types import JsonObject
+from llm.errors import CheckpointError
 from llm.loading.checkpoint import Checkpoint, TensorInfo
 from llm.loading.model_files import read_json
 from llm.loading.way_out import of_folder

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from llm.base.errors import CheckpointError
+from llm.errors import CheckpointError
 from llm.loading.weight_map import WeightMap
 from llm.models.interface import Cut
 

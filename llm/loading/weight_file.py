@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from llm.base.construction import WeightPlace
-from llm.base.errors import OutOfMemoryError
 from llm.config import env
+from llm.errors import OutOfMemoryError
 
 # Bytes of one mapping; a larger tensor has its own.
 _PART = 256 << 20

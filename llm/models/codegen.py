@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from llm.base.errors import CheckpointError
+from llm.errors import CheckpointError
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig
 from llm.models.gptj import GPTJForCausalLM

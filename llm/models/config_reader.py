@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from llm.base.errors import UnsupportedModelError
 from llm.base.text import clip, list_names, show
+from llm.errors import UnsupportedModelError
 from llm.layers.rotary import RECIPES, RopeParameters
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 from llm.forward import ForwardBatch
 from llm.kernels.select import backend_of_construction
 from llm.models.config_reader import ConfigReader

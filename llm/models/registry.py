@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from llm.base.errors import UnsupportedModelError, ValidationError
 from llm.base.text import show
+from llm.errors import UnsupportedModelError, ValidationError
 from llm.models.way_out import of_architecture, of_head
 
 # model_type -> the class in the file of that name. Architectures are known by the class's name.

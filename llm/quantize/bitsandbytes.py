@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
-from llm.base.errors import LLMError
 from llm.base.types import JsonObject
+from llm.errors import LLMError
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.tables import nf4
 from llm.quantize.formats import StoredLayer

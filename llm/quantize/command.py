@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm.base.checks import refuse
-from llm.base.errors import ValidationError
 from llm.base.types import Commands
+from llm.errors import ValidationError
 
 SCHEMES = ("w8a8", "w8a16", "w4a16", "w4a8", "fp8", "mxfp4")
 _HEADINGS = ("quantization", "weights", "perplexity", "change", "same next token", "greedy tokens", "least dB")

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from llm.base.errors import LLMError
 from llm.base.types import JsonObject
+from llm.errors import LLMError
 from llm.kernels.weight import dequantize
 from llm.loading.weight_map import Target
 from llm.quantization.kv_cache import StaticCacheMethod, has_cache_scales, stored_scale

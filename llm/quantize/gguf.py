@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from llm.base.errors import LLMError
+from llm.errors import LLMError
 from llm.loading.gguf.container import Value
 from llm.loading.gguf.names import FAMILIES, Family, as_stored, gguf_name
 from llm.loading.gguf.writer import Planned, write_gguf

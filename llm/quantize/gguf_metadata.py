@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from llm.base.errors import LLMError
+from llm.errors import LLMError
 from llm.layers.rotary import RopeParameters, base_wavelengths, frequencies
 from llm.loading.gguf.container import Value
 from llm.loading.gguf.metadata import Header, config_of

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from llm.base.errors import LLMError
 from llm.base.types import JsonObject
+from llm.errors import LLMError
 from llm.loading.gguf.container import Value
 from llm.loading.gguf.tokenizer import EXPRESSIONS, IGNORES_MERGES, read_tokenizer
 from llm.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
-from llm.base.errors import LLMError
 from llm.base.types import JsonObject
+from llm.errors import LLMError
 from llm.quantization.packing import pack_to_int32
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantize.formats import StoredLayer, without_form

@@ -12,9 +12,9 @@ from statistics import median, stdev
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from llm.base.errors import ValidationError
 from llm.engine.calibrate import run_texts
 from llm.engine.engine import Engine
+from llm.errors import ValidationError
 from llm.inputs import PromptType, TokensPrompt
 from llm.quantization.quantizer import decibels
 from llm.sampling_params import SamplingParams

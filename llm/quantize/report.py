@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from llm.base.errors import LLMError, ValidationError
 from llm.base.types import JsonObject
 from llm.config.defaults import library_defaults
 from llm.engine.inspection import LayerReport
+from llm.errors import LLMError, ValidationError
 from llm.quantization.quantizer import far_layers
 from llm.quantize.measure import (
     Speed,

@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from llm.base.errors import LLMError, ValidationError
 from llm.config.defaults import library_defaults
+from llm.errors import LLMError, ValidationError
 from llm.loading.model_files import SMALL_FILES, check_model_file
 from llm.loading.weight_map import Target
 from llm.quantization.kv_cache import has_cache_scales

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llm.base.checks import check_flag
-from llm.base.errors import ValidationError, nearest
 from llm.base.text import quote, show
 from llm.base.types import JsonObject
+from llm.errors import ValidationError, nearest
 from llm.replies.calls import Call, call_of, json_object, json_value
 from llm.replies.forms import CannotWrite, Writing
 from llm.sampling_params import SamplingParams

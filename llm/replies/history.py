@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from llm.base.errors import ValidationError
 from llm.base.types import JsonObject
+from llm.errors import ValidationError
 from llm.replies.calls import ToolCall, json_object
 from llm.replies.choice import ToolChoice
 

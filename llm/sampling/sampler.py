@@ -28,7 +28,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from llm.base.errors import SamplingError
+from llm.errors import SamplingError
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import REFERENCE
 from llm.sampling.draw import draw_rows

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from llm.base.checks import refuse
-from llm.base.errors import OutOfMemoryError
 from llm.config.engine import EngineArgs
 from llm.config.parts import LoRAConfig
+from llm.errors import OutOfMemoryError
 from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.resolve import resolve_folder
 from llm.platforms import Platform

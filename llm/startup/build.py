@@ -55,7 +55,7 @@ class BuiltEngine:
 @without_broken_platforms
 @library_defaults()
 def build_engine(args: EngineArgs) -> BuiltEngine:
-    """Build and load; raises the errors of `llm.base.errors`, before memory is allocated if possible."""
+    """Build and load; raises the errors of `llm.errors`, before memory is allocated if possible."""
     times = PhaseTimes()
     with times.phase("read config"):
         platform, platform_reason, asked = *select_platform(args.device), args

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm.base.errors import OutOfMemoryError, ValidationError
 from llm.config.engine import EngineArgs
 from llm.engine.boundary import RunnerPlan
 from llm.engine.speculation.pace import MOST_ROWS
+from llm.errors import OutOfMemoryError, ValidationError
 from llm.kernels.backend import Backend
 from llm.platforms import Platform
 from llm.startup.plan import make_plan

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm.base.errors import ValidationError
 from llm.config.engine import EngineArgs, SpeculativeConfig
+from llm.errors import ValidationError
 from llm.loading.source import ModelSource
 from llm.models.decoder import DecoderConfig
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llm.base.errors import ValidationError
 from llm.config.engine import EngineArgs
 from llm.config.speculative import SpeculativeConfig
+from llm.errors import ValidationError
 from llm.forward import StateSpec, all_roll_back
 from llm.kernels.backend import Backend
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm.base.errors import ValidationError
 from llm.config.engine import EngineArgs, SpeculativeConfig
 from llm.engine.boundary import DraftHeadPlan, RunnerPlan
+from llm.errors import ValidationError
 from llm.kernels.backend import Backend
 from llm.models.decoder import DecoderConfig, DecoderForCausalLM
 from llm.models.eagle3 import NUM_TAPS, Eagle3Config, Eagle3ForCausalLM

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llm.base.checks import refuse
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 from llm.models.config_reader import ConfigReader
 from llm.models.registry import resolve_model_cls, resolve_pooling_cls
 

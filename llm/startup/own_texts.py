@@ -13,9 +13,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from llm.base.errors import ValidationError
 from llm.engine.engine import Engine
 from llm.engine.preprocess import Preprocessor
+from llm.errors import ValidationError
 from llm.loading.source import ModelSource
 from llm.sampling_params import SamplingParams
 

@@ -16,7 +16,6 @@ from functools import partial
 import torch
 
 from llm.base.checks import refuse
-from llm.base.errors import OutOfMemoryError
 from llm.config import env
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import (
@@ -42,6 +41,7 @@ from llm.config.speculative import SpeculativeConfig
 from llm.engine.boundary import RunnerPlan
 from llm.engine.extensions import kv_cache_specs
 from llm.engine.pooler import PoolingPlan
+from llm.errors import OutOfMemoryError
 from llm.forward import StateSpec
 from llm.kernels.backend import Backend
 from llm.layers.parallel import SINGLE, TensorParallel

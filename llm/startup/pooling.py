@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from llm.base.checks import refuse
-from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.config.engine import EngineArgs
 from llm.engine.pooler import QWEN3_RERANKER, PoolingPlan
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.loading.resolve import is_hub_name
 from llm.loading.sentence_transformers import (
     ACTIVATIONS,

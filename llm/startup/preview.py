@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 
-from llm.base.errors import LLMError, OutOfMemoryError
 from llm.base.types import JsonObject
 from llm.config.compilation import CompilationConfig
 from llm.config.defaults import library_defaults
@@ -17,6 +16,7 @@ from llm.config.engine import GIB, EngineArgs
 from llm.engine.boundary import RunnerPlan
 from llm.engine.cost import Rates
 from llm.engine.extensions import let_platform_update, without_broken_platforms
+from llm.errors import LLMError, OutOfMemoryError
 from llm.kernels.select import backend_for
 from llm.loading.headers import without_weights
 from llm.platforms import Platform, select_platform

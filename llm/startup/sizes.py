@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from llm.base.construction import constructing_for
-from llm.base.errors import ValidationError
 from llm.engine.boundary import RunnerPlan
 from llm.engine.cost import ModelCost, count_model
+from llm.errors import ValidationError
 from llm.layers.parallel import SINGLE
 from llm.loading.loader import stored_as
 from llm.models.interface import BuildOptions

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llm.base.errors import OutOfMemoryError, ValidationError
 from llm.base.quiet import quiet
+from llm.errors import OutOfMemoryError, ValidationError
 from llm.platforms import select_platform
 from llm.sampling_params import SamplingParams
 

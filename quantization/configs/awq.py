@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llm.base.errors import UnsupportedModelError
 from llm.base.text import show
+from llm.errors import UnsupportedModelError
 from llm.quantization.configs.reader import Fields
 from llm.quantization.configs.words import WordsConfig, group_size_of
 from llm.quantization.storage.words import AWQStorage

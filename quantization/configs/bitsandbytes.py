@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.configs.reader import Fields
 from llm.quantization.matching import agreed

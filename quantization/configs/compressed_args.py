@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.text import clip, show
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.configs.reader import Fields
 
 SOURCE = "compressed-tensors"

@@ -13,8 +13,8 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.text import clip, list_names, show
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.kernels.reference.rotation import check_block
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, StaticCache
 from llm.quantization.configs.compressed_args import SOURCE, QuantizationArgs, preset

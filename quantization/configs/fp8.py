@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.text import show
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, StaticCache
 from llm.quantization.configs.reader import Fields
 from llm.quantization.kv_cache import prepare_static_cache

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.kernels.reference.gguf_blocks import BLOCKS
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.configs.reader import Fields

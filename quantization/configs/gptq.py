@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.text import show
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.configs.reader import Fields
 from llm.quantization.configs.words import WordsConfig, group_size_of
 from llm.quantization.matching import matches

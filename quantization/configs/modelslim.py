@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.text import clip, list_names, quote, show
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, StaticCache
 from llm.quantization.configs.reader import Fields
 from llm.quantization.kv_cache import prepare_static_cache

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError
+from llm.errors import CheckpointError
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
 from llm.quantization.configs.reader import Fields
 from llm.quantization.matching import agreed

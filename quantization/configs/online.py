@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from llm.base.checks import as_list
-from llm.base.errors import CheckpointError, ValidationError, nearest
 from llm.base.text import show
+from llm.errors import CheckpointError, ValidationError, nearest
 from llm.kernels.reference.quantize_forms import GROUP, HAVE_MINIMA, HAVE_ZEROS, SUPER_BLOCK
 from llm.kernels.reference.rotation import block_for
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase

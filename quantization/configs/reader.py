@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llm.base.errors import CheckpointError
 from llm.base.text import list_names, show
+from llm.errors import CheckpointError
 
 _LARGEST = 2**31 - 1
 

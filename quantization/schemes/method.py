@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from llm.base.construction import construction
-from llm.base.errors import CheckpointError
+from llm.errors import CheckpointError
 from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import Weight
 from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, WeightLoader

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llm.base.errors import CheckpointError
+from llm.errors import CheckpointError
 from llm.quantization.quantizer import IntegerWeight
 
 

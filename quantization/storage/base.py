@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError
+from llm.errors import CheckpointError
 from llm.quantization.base import WeightLoader
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.unquantized import new_parameter

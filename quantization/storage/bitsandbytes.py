@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import WeightLoader
 from llm.quantization.configs.reader import Fields
 from llm.quantization.quantizer import IntegerWeight

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError
+from llm.errors import CheckpointError
 from llm.quantization.base import WeightLoader
 from llm.quantization.packing import packed_words, unpack_from_int32
 from llm.quantization.quantizer import IntegerWeight

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.kernels.weight import has_nan_codes
 from llm.quantization.base import WeightLoader
 from llm.quantization.packing import unpack_fp4

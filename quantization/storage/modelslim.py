@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError
+from llm.errors import CheckpointError
 from llm.kernels.weight import dequantize
 from llm.quantization.base import WeightLoader
 from llm.quantization.packing import unpack_deq_scale, unpack_row_pairs

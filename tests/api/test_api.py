@@ -19,7 +19,7 @@ import torch
 from embedded import GREEDY, PROMPTS, SAMPLED, assert_idle, copy_model, engine_of, open_llm, run, tokens
 
 from llm import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
-from llm.base.errors import UnsupportedModelError, ValidationError
+from llm.errors import UnsupportedModelError, ValidationError
 
 LONG = "In the beginning God created the heaven and the earth, and the earth was without form, and void. " * 3
 

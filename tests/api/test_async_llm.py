@@ -23,7 +23,7 @@ from llm import (
     SamplingParams,
     ValidationError,
 )
-from llm.base.errors import EngineClosedError, PromptTooLongError
+from llm.errors import EngineClosedError, PromptTooLongError
 from llm.inputs import LoRARequest
 
 T = TypeVar("T")

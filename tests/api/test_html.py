@@ -10,7 +10,7 @@ import pytest
 from embedded import open_llm, run
 
 from llm import LLM, CompletionOutput, Logprob, RequestOutput, RequestOutputs, SamplingParams
-from llm.base.errors import PromptTooLongError
+from llm.errors import PromptTooLongError
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&amp;</td>\u202e\x00\nnext"
 ALLOWED = {"table", "thead", "tbody", "tr", "th", "td", "p", "b", "i", "div", "span", "br"}

@@ -14,7 +14,7 @@ from embedded import open_llm, python
 
 from llm import LLM
 from llm.api import EMBEDDED_MODEL
-from llm.base.errors import MissingPackageError, ValidationError
+from llm.errors import MissingPackageError, ValidationError
 
 TOLERANCE = 1e-3
 CHOICES = ["heaven and the earth", "Moses", "sea"]

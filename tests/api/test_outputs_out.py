@@ -11,7 +11,7 @@ import pytest
 from embedded import GREEDY, open_llm, run, tokens
 
 from llm import LLM, SamplingParams
-from llm.base.errors import MissingPackageError
+from llm.errors import MissingPackageError
 from llm.outputs import RequestOutputs
 from llm.outputs_read import output_from_json
 from llm.outputs_table import COLUMNS

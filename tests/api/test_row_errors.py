@@ -9,8 +9,8 @@ import pytest
 from embedded import GREEDY, assert_idle, open_llm, run, tokens
 
 from llm import LLM, RequestOutput, SamplingParams, ValidationError
-from llm.base.errors import EmptyPromptError, PromptTooLongError, TokenOutOfRangeError
 from llm.engine.preprocess import Place
+from llm.errors import EmptyPromptError, PromptTooLongError, TokenOutOfRangeError
 
 LONG = "the king " * 100
 PROMPTS = ["In the beginning", [], LONG, [1, 10**6], "And Moses", {"prompt": 3}, "The king"]

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from llm.base.errors import LLMError, ValidationError
 from llm.beam_params import BeamSearchParams
+from llm.errors import LLMError, ValidationError
 from llm.pooling_params import PoolerConfig, PoolingParams
 from llm.sampling_params import (
     MAX_N,

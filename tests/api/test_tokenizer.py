@@ -25,7 +25,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 import llm
 from llm import SamplingParams
 from llm import tokenizer as tokenizer_module
-from llm.base.errors import CheckpointError, ValidationError
+from llm.errors import CheckpointError, ValidationError
 from llm.tokenizer import TextStream, Tokenizer, _TokenBytes
 
 TINY = Path(llm.__file__).parent / "assets" / "tiny"

@@ -17,8 +17,8 @@ from tiny_models import TINY_MODELS, write_checkpoint
 
 from llm import LLM, SamplingParams, ValidationError
 from llm.api import EMBEDDED_MODEL
-from llm.base.errors import OutOfMemoryError
 from llm.engine.step import RunnerOutput, SchedulerOutput
+from llm.errors import OutOfMemoryError
 from llm.platforms.cpu import CpuPlatform
 from llm.quantize.measure import TextScores, change_interval, perplexity_interval
 

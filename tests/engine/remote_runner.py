@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from llm.base.errors import LLMError
 from llm.engine.runner import Runner
+from llm.errors import LLMError
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
 from llm.startup import build

@@ -9,7 +9,7 @@ import pytest
 from embedded import open_llm
 
 from llm import LLM, ChoiceOutput, ValidationError
-from llm.base.errors import PromptTooLongError
+from llm.errors import PromptTooLongError
 
 PROMPTS = ["In the beginning God created the", "And he said unto ", "The LORD is my\n"]
 CHOICES = ["heaven", "shepherd of the flock", "Moses", "x"]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import one_thread, reference_model, tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.base.errors import CheckpointError, LLMError, ValidationError
+from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.lora.request import LoRARequest
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="PyTorch rounds by the batch's size")

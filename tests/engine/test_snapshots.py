@@ -14,8 +14,8 @@ from kernel_sets import has_kernels
 from tiny_models import one_thread, tiny_checkpoint
 
 from llm import LLM, RequestOutput, SamplingParams
-from llm.base.errors import ValidationError
 from llm.engine.block_manager import BlockPool, StateSnapshots
+from llm.errors import ValidationError
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="PyTorch rounds by the batch's size")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)

@@ -27,7 +27,6 @@ from tiny_models import TINY_MODELS, VOCAB, one_thread, tiny_checkpoint, write_c
 
 from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
 from llm.api import EMBEDDED_MODEL
-from llm.base.errors import OutOfMemoryError
 from llm.config.engine import EngineArgs
 from llm.config.speculative import SpeculativeConfig
 from llm.engine.speculation.draft_model import DraftModelSource
@@ -36,6 +35,7 @@ from llm.engine.speculation.ngram import NgramSource
 from llm.engine.speculation.pace import Chances, Choice, StepTimes, choose
 from llm.engine.speculation.speculator import Speculator
 from llm.engine.speculation.suffix_automaton import SuffixAutomaton
+from llm.errors import OutOfMemoryError
 
 
 class Eager(Speculator):

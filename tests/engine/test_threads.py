@@ -14,7 +14,7 @@ import pytest
 from embedded import GREEDY, PROMPTS, SAMPLED, assert_idle, engine_of, open_llm, python, run, tokens
 
 from llm import LLM, RequestOutput, SamplingParams, ValidationError
-from llm.base.errors import EngineBusyError
+from llm.errors import EngineBusyError
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ def write_shards(source: Path, target: Path) -> None:
 def open_folder(folder: Path) -> None:
     """What a user does first: open, generate, chat."""
     from llm import LLM, SamplingParams
-    from llm.base.errors import LLMError
+    from llm.errors import LLMError
 
     params = SamplingParams(max_tokens=1, temperature=0)
     for step in (

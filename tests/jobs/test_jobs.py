@@ -23,8 +23,8 @@ from documented_processors import DummyLogitsProcessor
 from embedded import assert_idle, engine_of, open_llm
 
 from llm import LLM, SamplingParams, ValidationError
-from llm.base.errors import JobError, JobInterrupted, OutOfMemoryError
 from llm.cli import main
+from llm.errors import JobError, JobInterrupted, OutOfMemoryError
 from llm.jobs.bodies import text_offsets
 from llm.jobs.identity import fingerprint, identity, model_identity
 from llm.jobs.journal import Journal, decode, encode

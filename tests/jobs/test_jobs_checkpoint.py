@@ -11,7 +11,7 @@ import pytest
 from embedded import assert_idle, engine_of, open_llm
 
 from llm import LLM, GenerationInterrupted, SamplingParams, ValidationError
-from llm.base.errors import EmptyPromptError, JobError
+from llm.errors import EmptyPromptError, JobError
 from llm.outputs import RequestOutputs
 
 PROMPTS = [f"In the year {index}" for index in range(8)]

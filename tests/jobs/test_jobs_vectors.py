@@ -19,8 +19,8 @@ from sentence_folders import BERT, save_model, save_tokenizer
 from tiny_models import BASE, one_thread
 
 from llm import LLM, PoolingParams, SamplingParams, ValidationError
-from llm.base.errors import CheckpointError, JobError, JobInterrupted
 from llm.cli import main
+from llm.errors import CheckpointError, JobError, JobInterrupted
 from llm.inputs import LoRARequest
 from llm.jobs.shard import merge
 from llm.progress import GenerationProgress

@@ -13,9 +13,9 @@ import pytest
 from embedded import engine_of, open_llm
 
 from llm import LLM, SamplingParams, ValidationError
-from llm.base.errors import JobError, OutOfMemoryError
 from llm.engine.output import output_without_run
 from llm.engine.rows import RefusedRow
+from llm.errors import JobError, OutOfMemoryError
 from llm.jobs.adapters import JobAdapters
 from llm.jobs.journal import encode
 from llm.jobs.shared_journal import SharedJournal

@@ -15,7 +15,7 @@ from kernel_sets import ISAS, has_kernels, kernel_set, needs_compiler
 import llm.platforms
 from llm import LLM, SamplingParams
 from llm.base.construction import constructing_for
-from llm.base.errors import PluginError
+from llm.errors import PluginError
 from llm.kernels.backend import OPERATIONS, Backend, NotRecordable, definition
 from llm.kernels.reference.backend import REFERENCE, pytorch
 from llm.kernels.select import backend_for

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from llm.base.errors import ValidationError
 from llm.cli import main
+from llm.errors import ValidationError
 from llm.kernels import bench
 from llm.kernels.backend import OPERATIONS
 from llm.kernels.cpu import backend, build, library, signatures

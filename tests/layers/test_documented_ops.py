@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from llm.base.errors import ValidationError
 from llm.config import MultiModalConfig
+from llm.errors import ValidationError
 from llm.layers.custom_op import constructing_for
 from llm.model_executor.custom_op import CustomOp
 from llm.model_executor.layers.mamba.abstract import MambaBase

@@ -13,7 +13,7 @@ from embedded import engine_of
 from tiny_models import TINY_MODELS, make_prompts, one_thread, tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 from llm.forward import QUANTIZED_CACHE_DTYPES, LatentCacheSpec
 from llm.layers.attention.latent import LatentAttention, LatentProjection
 from llm.layers.rotary import RopeParameters, yarn_score_factor

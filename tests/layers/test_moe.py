@@ -13,8 +13,8 @@ from tiny_models import one_thread
 
 from llm.base import replacement
 from llm.base.construction import constructing_for
-from llm.base.errors import ValidationError
 from llm.engine.extensions import what_varies
+from llm.errors import ValidationError
 from llm.layers.moe import FusedMoE, GateLinear, TopKRouter
 from llm.loading.loader import process_weights
 from llm.platforms.cpu import CpuPlatform

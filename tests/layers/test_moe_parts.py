@@ -17,8 +17,8 @@ from torch import nn
 
 from llm import SamplingParams
 from llm.base.construction import constructing_for
-from llm.base.errors import UnsupportedModelError, ValidationError
 from llm.engine.extensions import what_varies
+from llm.errors import UnsupportedModelError, ValidationError
 from llm.layers.moe import (
     FusedMoE,
     FusedMoEExperts,

@@ -23,9 +23,9 @@ from torch import nn
 import llm.layers
 from llm.base.construction import constructing_for
 from llm.base.custom_op import CustomOp, PluggableLayer
-from llm.base.errors import ValidationError
 from llm.base.replacement import op_registry
 from llm.config.compilation import CompilationConfig
+from llm.errors import ValidationError
 from llm.layers import activation, norm, rotary
 from llm.layers.extra import activation as extra_activation
 from llm.layers.extra import conv, gated_norm, mm_encoder, quant_fp8, rel_pos

@@ -17,7 +17,7 @@ from meeting import Meeting
 from tiny_models import one_thread
 from torch import nn
 
-from llm.base.errors import LLMError, ValidationError
+from llm.errors import LLMError, ValidationError
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding, VocabShard, gathered_columns
 from llm.layers.linear import (
     ColumnParallelLinear,

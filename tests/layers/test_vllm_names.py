@@ -14,9 +14,9 @@ import llm.models
 from llm.base import replacement
 from llm.base.construction import constructing_for
 from llm.base.custom_op import CustomOp
-from llm.base.errors import ValidationError
 from llm.base.replacement import op_registry
 from llm.config.compilation import CompilationConfig
+from llm.errors import ValidationError
 from llm.layers import rotary
 from llm.layers.extra.mm_encoder import MMEncoderAttention
 from llm.platforms.cpu import CpuPlatform

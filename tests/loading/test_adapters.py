@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS, TinyModel, make_prompts, reference_model, write_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.base.errors import CheckpointError, LLMError, OutOfMemoryError
+from llm.errors import CheckpointError, LLMError, OutOfMemoryError
 from llm.inputs import LoRARequest
 from llm.layers.moe import FusedMoE
 from llm.loading.adapters.config import AdapterConfig

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from llm.base.errors import CheckpointError
 from llm.base.text import list_names
+from llm.errors import CheckpointError
 from llm.loading.checkpoint import DTYPES, HEADER_LIMIT_BYTES, Checkpoint
 from llm.loading.model_files import check_model_file, read_json
 

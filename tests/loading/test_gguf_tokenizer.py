@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, normalizers, trainers
 from tokenizers.models import BPE
 
-from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.loading.gguf.tokenizer import read_tokenizer
 from llm.tokenizer import Tokenizer
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from llm import LLM
 from llm.api import EMBEDDED_MODEL
-from llm.base.errors import CheckpointError, LLMError, UnsupportedModelError
+from llm.errors import CheckpointError, LLMError, UnsupportedModelError
 from llm.loading import resolve
 from llm.loading.resolve import resolve_folder
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from llm.base.errors import CheckpointError
+from llm.errors import CheckpointError
 from llm.loading.checkpoint import Checkpoint
 from llm.loading.loader import load_weights
 

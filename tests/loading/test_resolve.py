@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from llm import LLM
-from llm.base.errors import CheckpointError, LLMError, ValidationError
+from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.loading.resolve import ALLOW_PATTERNS, resolve_folder
 
 NAME = "some-org/some-model"

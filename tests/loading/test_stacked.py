@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS, make_prompts, one_thread, tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.base.errors import CheckpointError
+from llm.errors import CheckpointError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, logprobs=2, ignore_eos=True)
 LAYER = "model.layers.0.mlp.experts"

@@ -12,7 +12,7 @@ import torch
 from embedded import copy_model, open_llm
 
 from llm import SamplingParams
-from llm.base.errors import LLMError
+from llm.errors import LLMError
 from llm.quantization.matching import matches
 
 INFINITE = float("inf")

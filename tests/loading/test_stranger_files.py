@@ -12,8 +12,8 @@ import pytest
 from embedded import copy_model, open_llm, python
 
 from llm.api import EMBEDDED_MODEL
-from llm.base.errors import CheckpointError, LLMError
 from llm.base.text import show
+from llm.errors import CheckpointError, LLMError
 from llm.quantize.partial import partial_folder
 from llm.tokenizer import Tokenizer
 
@@ -22,7 +22,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 OPEN = """
 import resource, sys, torch
 from pathlib import Path
-from llm.base.errors import CheckpointError
+from llm.errors import CheckpointError
 from llm.tokenizer import Tokenizer
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # much, with CUDA's libraries
 resource.setrlimit(resource.RLIMIT_AS, (mapped + (3 << 30), mapped + (3 << 30)))

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from llm import LLM, SamplingParams
-from llm.base.errors import LLMError
+from llm.errors import LLMError
 
 TOLERANCE = 1e-4
 TABLE = Path(__file__).parent / "ARCHITECTURES.md"

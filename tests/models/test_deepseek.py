@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS, make_prompts, one_thread, tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.base.errors import CheckpointError, LLMError, UnsupportedModelError
+from llm.errors import CheckpointError, LLMError, UnsupportedModelError
 from llm.models.config_reader import ConfigReader
 from llm.models.registry import resolve_model_cls
 

@@ -14,7 +14,7 @@ from sentence_folders import BERT, ENCODERS, hidden_states, prompts, save_model,
 from tiny_models import BASE, VOCAB, one_thread
 
 from llm import LLM, PoolingParams, ValidationError
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 
 TOLERANCE = 1e-5
 

@@ -16,7 +16,7 @@ from tiny_models import write_checkpoint as write
 
 from llm import LLM, SamplingParams
 from llm.api import EMBEDDED_MODEL
-from llm.base.errors import CheckpointError, UnsupportedModelError, ValidationError
+from llm.errors import CheckpointError, UnsupportedModelError, ValidationError
 from llm.layers.moe import FusedMoE
 from llm.layers.rotary import frequencies
 from llm.models.config_reader import ConfigReader

@@ -15,7 +15,7 @@ from test_gguf_models import GREEDY, TOLERANCE, deviation
 from tiny_models import NULL, TINY_MODELS, TinyModel, make_prompts, write_checkpoint
 
 from llm import LLM
-from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.loading.gguf.container import read_header
 
 # Rows that blocks of 32 divide.

@@ -22,7 +22,7 @@ from tiny_models import LLAMA3, TinyModel, make_prompts, reference_logprobs, wri
 
 from llm import LLM, RequestOutput, SamplingParams
 from llm.api import EMBEDDED_MODEL
-from llm.base.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
+from llm.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
 from llm.loading.gguf.names import FAMILIES as ARCHITECTURES
 from llm.loading.weight_map import rename
 from llm.tokenizer import Tokenizer

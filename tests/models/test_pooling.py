@@ -20,7 +20,7 @@ from sentence_folders import hidden_states, prompts, save_model, save_modules, s
 from tiny_models import BASE, one_thread
 
 from llm import LLM, GenerationInterrupted, PoolerConfig, PoolingParams, ValidationError
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 from llm.loading.sentence_transformers import read_sentence_modules
 from llm.v1.sample.logits_processor import MinPLogitsProcessor
 

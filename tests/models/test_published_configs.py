@@ -17,7 +17,7 @@ import torch
 from tiny_models import TINY_MODELS, config_of
 
 from llm import LLM
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 from llm.layers.rotary import RopeParameters, frequencies
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import AttentionConfig

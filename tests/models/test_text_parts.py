@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tiny_models import BASE, TINY_MODELS, randomise
 
 from llm import LLM, SamplingParams
-from llm.base.errors import CheckpointError, UnsupportedModelError
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import Heads
 from llm.models.registry import resolve_model_cls

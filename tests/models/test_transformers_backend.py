@@ -18,7 +18,7 @@ from architectures import GREEDY, compare
 from torch import nn
 
 from llm import LLM
-from llm.base.errors import UnsupportedModelError, ValidationError
+from llm.errors import UnsupportedModelError, ValidationError
 from llm.layers.moe import TransformersFusedMoE
 from llm.models.transformers_backend import trace
 from llm.models.transformers_backend.experts import computes_as_ours

@@ -16,8 +16,8 @@ import torch
 from embedded import python
 
 import llm.platforms
-from llm.base.errors import LLMError, ValidationError
 from llm.config import EngineArgs
+from llm.errors import LLMError, ValidationError
 from llm.platforms import BUILTIN, Platform, PlatformEnum, select_platform
 from llm.platforms.accelerator import TorchAccelerator
 from llm.platforms.cpu import CpuPlatform

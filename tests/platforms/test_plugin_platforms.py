@@ -17,8 +17,8 @@ from llm import plugins
 from llm.base import replacement
 from llm.base.construction import constructing_for
 from llm.base.custom_op import CustomOp
-from llm.base.errors import LLMError, PluginError, ValidationError
 from llm.base.replacement import op_registry_oot, platform_replacements
+from llm.errors import LLMError, PluginError, ValidationError
 from llm.layers.activation import SiluAndMul
 from llm.platforms import CpuPlatform, Platform, PlatformEnum, select_platform
 
@@ -233,7 +233,7 @@ def test_a_platform_that_answers_nonsense_can_be_left_out(
 
 def test_what_a_hook_refuses_is_the_users_to_mend(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ValidationError is no failure: the platform computes, not with these arguments."""
-    body = "from llm.base.errors import ValidationError; raise ValidationError('too long for a gadget.')"
+    body = "from llm.errors import ValidationError; raise ValidationError('too long for a gadget.')"
     install_failing(site, "check_and_update_config", body)
     monkeypatch.setenv("LLM_PLUGIN_ERRORS", "warn")
     with pytest.raises(ValidationError, match=r"^too long for a gadget\.$"), open_llm():

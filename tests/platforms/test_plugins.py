@@ -16,9 +16,9 @@ from embedded import GREEDY, PROMPTS, open_llm, run, tokens
 from plugin_packages import in_plugin_process, install, install_platform, pip_install
 
 from llm import plugins
-from llm.base.errors import LLMError, PluginError, ValidationError
 from llm.engine.extensions import kv_cache_specs, let_platform_update
 from llm.engine.model_runner import ModelRunner
+from llm.errors import LLMError, PluginError, ValidationError
 from llm.platforms import CpuPlatform, Platform, select_platform
 from llm.plugins import CONTRACT_VERSION, GENERAL_PLUGINS, PLATFORM_PLUGINS, load_class
 
@@ -228,7 +228,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 END_TO_END = """
 import dataclasses, json, sys
 from llm import LLM, SamplingParams
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 prompts = json.loads(sys.argv[1])
 def run(**kwargs):
     with LLM(max_model_len=64, **kwargs) as llm:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_quant_words import deviation, held, put
 
 from llm import LLM, SamplingParams
-from llm.base.errors import CheckpointError, LLMError
+from llm.errors import CheckpointError, LLMError
 from llm.quantization.quantizer import IntegerWeight, quantize_weight_as
 from llm.quantization.tables import nf4
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TinyModel, one_thread, write_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.base.errors import CheckpointError, LLMError, ValidationError
+from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.kernels.weight import Weight
 from llm.quantization import packing
 

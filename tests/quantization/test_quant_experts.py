@@ -20,8 +20,8 @@ from tiny_models import TinyModel, one_thread, write_checkpoint
 from torch import nn
 
 from llm import LLM, SamplingParams
-from llm.base.errors import ValidationError
 from llm.engine.calibrate import _tell_of_unreached
+from llm.errors import ValidationError
 from llm.layers.moe import FusedMoE
 from llm.quantization.storage.on_load import ActivationStatistics
 

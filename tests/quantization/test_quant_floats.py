@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BASE, TinyModel, one_thread, reference_logprobs, write_checkpoint
 
 from llm import SamplingParams
-from llm.base.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
+from llm.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
 from llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from llm.layers.parallel import TensorParallel
 from llm.quantization.configs.fp8 import Fp8Config

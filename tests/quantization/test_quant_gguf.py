@@ -19,7 +19,7 @@ from tokenizers import decoders, normalizers, trainers
 from tokenizers.models import BPE
 
 from llm import LLM, SamplingParams
-from llm.base.errors import LLMError, ValidationError
+from llm.errors import LLMError, ValidationError
 from llm.kernels.reference.gguf_blocks import BLOCKS, decode
 from llm.quantization.quantizer import IntegerWeight, quantize_weight_as
 from llm.quantization.storage.gguf_pack import pack_blocks, type_of

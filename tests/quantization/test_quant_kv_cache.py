@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import one_thread, tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.base.errors import CheckpointError, LLMError
+from llm.errors import CheckpointError, LLMError
 from llm.layers.attention import Attention
 
 FLOAT8, INT8 = torch.float8_e4m3fn, torch.int8

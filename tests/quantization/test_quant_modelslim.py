@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TinyModel, one_thread, write_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.base.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
+from llm.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 2}

@@ -21,8 +21,8 @@ from tiny_models import tiny_checkpoint
 from llm import LLM, SamplingParams
 from llm.api import EMBEDDED_MODEL
 from llm.base.construction import constructing_for
-from llm.base.errors import CheckpointError, ValidationError
 from llm.engine.calibrate import run_texts
+from llm.errors import CheckpointError, ValidationError
 from llm.kernels.reference.rotation import block_for, rotate
 from llm.kernels.weight import Weight, dequantize
 from llm.platforms import current_platform

@@ -14,7 +14,7 @@ from embedded import PROMPTS, copy_model, engine_of, open_llm, python, run, toke
 from torch import nn
 
 from llm import LLM
-from llm.base.errors import LLMError, ValidationError
+from llm.errors import LLMError, ValidationError
 from llm.platforms.cpu import CpuPlatform
 from llm.quantization import registry
 from llm.quantization.base import FusedMoEMethodBase, KVCacheMethod, LinearMethodBase, QuantizationConfig, WeightLoader

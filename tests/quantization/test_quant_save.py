@@ -28,7 +28,7 @@ from tiny_models import (
 )
 
 from llm import LLM, SamplingParams
-from llm.base.errors import LLMError, ValidationError
+from llm.errors import LLMError, ValidationError
 from llm.kernels.reference.rotation import rotate
 from llm.quantize.formats import stored_layers
 

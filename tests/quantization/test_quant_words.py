@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TinyModel, make_prompts, one_thread, reference_logprobs, write_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.base.errors import CheckpointError, LLMError
+from llm.errors import CheckpointError, LLMError
 from llm.layers.linear import ColumnParallelLinear
 from llm.quantization.configs.gptq import GPTQConfig
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from test_batch_updates import Replay, move_untold, newest_place_first
 
 from llm import LLM, RequestOutput, SamplingParams, ValidationError, plugins
-from llm.base.errors import LLMError, LogitsProcessorError, PluginError, SamplingError
+from llm.errors import LLMError, LogitsProcessorError, PluginError, SamplingError
 from llm.sampling.logits_processors import EndThinkingLogitsProcessor, NoRepeatNGramLogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor

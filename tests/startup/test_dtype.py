@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS, make_prompts, reference_model, tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.base.errors import CheckpointError, OutOfMemoryError
+from llm.errors import CheckpointError, OutOfMemoryError
 from llm.kernels.select import backend_for
 from llm.platforms import current_platform
 from llm.platforms.cpu import CpuPlatform

@@ -16,8 +16,8 @@ from embedded import engine_of
 from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.base.errors import OutOfMemoryError, ValidationError
 from llm.config.plan import resident_weight_bytes
+from llm.errors import OutOfMemoryError, ValidationError
 from llm.layers.linear import ColumnParallelLinear
 from llm.loading import weight_file
 from llm.loading.early import EarlyPacking

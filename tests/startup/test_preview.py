@@ -15,10 +15,10 @@ from tiny_models import TINY_MODELS, TinyModel, write_checkpoint
 
 from llm import LLM, SamplingParams, ValidationError
 from llm.api import EMBEDDED_MODEL
-from llm.base.errors import OutOfMemoryError
 from llm.bench import stored
 from llm.bench.calibrate import Calibration, Rate, usable_cores
 from llm.cli import main
+from llm.errors import OutOfMemoryError
 from llm.loading.checkpoint import Checkpoint
 from llm.platforms.cpu import CpuPlatform
 from llm.startup.preview import ModelPlan

@@ -12,8 +12,8 @@ import pytest
 from embedded import GREEDY, PROMPTS, copy_model, engine_of, open_llm, python, run
 
 from llm import LLM, ValidationError
-from llm.base.errors import CheckpointError
 from llm.config import env
+from llm.errors import CheckpointError
 from llm.platforms.cpu import CpuPlatform
 
 SCRIPT = """

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.text import list_names, quote, show
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.loading.model_files import read_json
 from llm.models.config_reader import ConfigReader
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from llm.base.errors import CheckpointError
 from llm.base.text import quote
+from llm.errors import CheckpointError
 from llm.layers.linear import LinearBase
 from llm.layers.moe import FusedMoE
 from llm.loading.adapters.folder import AdapterFolder, ExpertPart, Pair

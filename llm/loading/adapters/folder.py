@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from llm.base.errors import CheckpointError
 from llm.base.text import list_names, quote
+from llm.errors import CheckpointError
 from llm.loading.adapters.config import AdapterConfig, is_adapter
 from llm.loading.checkpoint import Checkpoint, TensorInfo
 from llm.models.interface import Cut

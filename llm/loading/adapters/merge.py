@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError
 from llm.base.text import list_names, quote
+from llm.errors import CheckpointError
 from llm.loading.adapters.experts import by_expert
 from llm.loading.adapters.folder import AdapterFolder, Pair
 from llm.loading.checkpoint import TensorInfo

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from llm.base.errors import CheckpointError
 from llm.base.text import list_names, quote
+from llm.errors import CheckpointError
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.linear import LinearBase
 from llm.layers.moe import FusedMoE

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llm.base.errors import CheckpointError
 from llm.base.text import quote
+from llm.errors import CheckpointError
 from llm.kernels.reference.gguf_blocks import BLOCKS, type_name
 from llm.loading.model_files import check_model_file
 

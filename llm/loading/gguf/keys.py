@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from llm.base.errors import CheckpointError
 from llm.base.text import show
+from llm.errors import CheckpointError
 from llm.loading.gguf.container import Value
 
 _MOST_LISTED = 1 << 14

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.types import JsonObject
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.loading.gguf.container import Value
 from llm.loading.gguf.experts import WITH_EXPERTS, granite
 from llm.loading.gguf.keys import Metadata

@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 import torch
 
-from llm.base.errors import UnsupportedModelError
 from llm.base.text import show
+from llm.errors import UnsupportedModelError
 
 _TOP = {
     "token_embd": "model.embed_tokens",

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from llm.base.errors import CheckpointError
 from llm.base.text import quote
+from llm.errors import CheckpointError
 from llm.kernels.reference.gguf_blocks import BLOCKS, decode
 from llm.loading.checkpoint import TensorInfo
 from llm.loading.gguf.container import GgufFile, GgufTensor

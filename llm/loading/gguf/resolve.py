@@ -13,8 +13,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llm.base.errors import CheckpointError, ValidationError
 from llm.base.text import list_names, quote
+from llm.errors import CheckpointError, ValidationError
 from llm.loading.gguf.source import part_names, parts_of
 from llm.loading.resolve import cached_folder, cached_snapshot, hub_files, is_hub_name, snapshot_of
 

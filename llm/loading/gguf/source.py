@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 import torch
 
-from llm.base.errors import CheckpointError
 from llm.base.text import list_names
 from llm.base.types import JsonObject
+from llm.errors import CheckpointError
 from llm.kernels.reference.gguf_blocks import BLOCKS
 from llm.loading.checkpoint import TensorInfo
 from llm.loading.gguf.container import GgufFile, GgufTensor, read_header

@@ -14,9 +14,9 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE
 
-from llm.base.errors import CheckpointError, UnsupportedModelError
 from llm.base.text import clip, list_names, show
 from llm.base.types import JsonObject
+from llm.errors import CheckpointError, UnsupportedModelError
 from llm.loading.gguf.container import Value
 from llm.tokenizer_backends import TokenizerDefinition
 

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from llm.base.errors import UnsupportedModelError
 from llm.base.watch import Patchable
+from llm.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, KVCacheSpec
 from llm.kernels.select import backend_of_construction
 from llm.layers.attention import Attention

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 from llm.forward import StateSpec
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters

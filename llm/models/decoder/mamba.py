@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 from llm.forward import RecurrentSpec
 from llm.kernels.reference.scan import NO_LIMIT
 from llm.layers.mamba import MambaMixer, MambaMixer2, Plamo2MambaMixer

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from llm.base.errors import UnsupportedModelError
 from llm.base.text import show
 from llm.base.watch import Patchable
+from llm.errors import UnsupportedModelError
 from llm.forward import ForwardBatch
 from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
 from llm.layers.linear import ReplicatedLinear

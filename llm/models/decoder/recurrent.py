@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 from llm.forward import RecurrentSpec
 from llm.layers.linear_attention.gated_delta_net import (
     DeltaHeads,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from llm.base.errors import UnsupportedModelError
 from llm.base.watch import Patchable
+from llm.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, KVCacheSpec
 from llm.layers.attention import Attention
 from llm.layers.linear import (

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from llm.base.errors import UnsupportedModelError
 from llm.base.text import clip, show
+from llm.errors import UnsupportedModelError
 from llm.models.config_reader import ConfigReader
 from llm.models.transformers_backend.probe import Layout, probe
 from llm.models.transformers_backend.skeleton import build_skeleton, check_counts, refusing, without_warnings

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from llm.base.construction import constructing_alone
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 from llm.layers.moe import TransformersFusedMoE
 from llm.models.interface import BuildOptions, Cut
 from llm.models.transformers_backend.theirs import Theirs

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 from llm.models.transformers_backend.theirs import Theirs
 
 

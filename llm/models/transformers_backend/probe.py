@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, StateSpec
 from llm.models.transformers_backend.interface import AttentionCall, attention_layers, use_paged_attention
 from llm.models.transformers_backend.invariance import Uses

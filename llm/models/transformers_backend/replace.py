@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from llm.base.errors import UnsupportedModelError
 from llm.base.watch import Patchable
+from llm.errors import UnsupportedModelError
 from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from llm.layers.linear import ReplicatedLinear
 from llm.models.interface import BuildOptions, Cut

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from llm.base.errors import UnsupportedModelError
 from llm.base.text import clip, show
+from llm.errors import UnsupportedModelError
 from llm.models.transformers_backend.theirs import Theirs
 
 # Tables that a model computes at start (rotary frequencies, masks), in all.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from llm.base.errors import UnsupportedModelError
 from llm.base.watch import Patchable
+from llm.errors import UnsupportedModelError
 from llm.models.transformers_backend.recognise import is_conv1d, is_linear
 from llm.models.transformers_backend.theirs import Theirs
 

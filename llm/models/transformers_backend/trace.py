@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from llm.base.errors import UnsupportedModelError
 from llm.base.text import show
+from llm.errors import UnsupportedModelError
 from llm.models.transformers_backend.interface import AttentionCall, choose_attention
 from llm.models.transformers_backend.theirs import Theirs
 

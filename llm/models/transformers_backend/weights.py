@@ -12,8 +12,8 @@ from copy import deepcopy
 
 import torch
 
-from llm.base.errors import CheckpointError
 from llm.base.text import clip
+from llm.errors import CheckpointError
 from llm.models.transformers_backend.theirs import Theirs
 
 

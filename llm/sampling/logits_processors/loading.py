@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from llm import plugins
 from llm.base.checks import refuse
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.sampling.logits_processors.interface import LogitsProcessor
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from llm.base.errors import LogitsProcessorError
+from llm.errors import LogitsProcessorError
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import REFERENCE
 from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.sampling.structured.json_schema import compile_schema, language_of
 from llm.sampling.structured.language import IMPOSSIBLE, Language
 from llm.sampling.structured.lark import grammar_of

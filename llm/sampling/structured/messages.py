@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 
 # What a message of llguidance begins with -> what is said in its place.
 _SAID = {

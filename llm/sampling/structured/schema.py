@@ -14,7 +14,7 @@ from decimal import Decimal
 from fractions import Fraction
 from itertools import combinations
 
-from llm.base.errors import ValidationError
+from llm.errors import ValidationError
 from llm.sampling.structured.messages import first_line, unusable
 from llm.sampling.structured.regex import ascii_classes
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llm.base.errors import ValidationError
 from llm.base.forks import renewed_in_children
+from llm.errors import ValidationError
 from llm.outputs import StructuredOutcome
 from llm.sampling.structured.language import EMPTY, IMPOSSIBLE, Language, Needs, TokenReader
 from llm.sampling.structured.messages import first_line, refused

@@ -11,9 +11,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llm.base.errors import ValidationError
 from llm.base.text import list_names, show
 from llm.base.types import JsonObject
+from llm.errors import ValidationError
 from llm.sampling.structured.json_schema import compile_schema, language_of
 from llm.sampling.structured.language import DONE, Language
 from llm.sampling.structured.lark import rules_of
