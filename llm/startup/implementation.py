@@ -66,7 +66,7 @@ def _of_transformers(why: str) -> Implementation:
 
 def _may_run_on_transformers(reader: ConfigReader) -> bool:
     """True for a causal language model of transformers; other uses of its layers are refused with the native reason."""
-    from llm.models.transformers_backend.architecture import known_to_transformers
+    from llm.models.transformers_backend.model import known_to_transformers
 
     name = known_to_transformers(reader.family)
     return name is not None and name in (reader.names("architectures") or [name])

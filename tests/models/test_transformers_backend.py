@@ -20,13 +20,12 @@ from torch import nn
 from llm import LLM
 from llm.errors import UnsupportedModelError, ValidationError
 from llm.layers.moe import TransformersFusedMoE
-from llm.models.transformers_backend import trace
-from llm.models.transformers_backend.experts import computes_as_ours
+from llm.models.transformers_backend.attention import Misfit, Trace, window_of
+from llm.models.transformers_backend.probe import compare as compare_hidden
 from llm.models.transformers_backend.recognise import recognise
+from llm.models.transformers_backend.replace import computes_as_ours
 from llm.models.transformers_backend.skeleton import _compute_buffers
 from llm.models.transformers_backend.stubs import CalledOnly, forget_weights
-from llm.models.transformers_backend.trace import Misfit, window_of
-from llm.models.transformers_backend.trial import compare as compare_hidden
 
 SIZES = {
     "vocab_size": 257,
@@ -288,4 +287,4 @@ def test_nothing_stays_registered_with_transformers() -> None:
 
     for interface in (AttentionInterface, AttentionMaskInterface):
         assert not [name for name in interface._global_mapping if name.startswith("offline_llm_trace")]
-    assert trace.Trace(nn.Linear(2, 2), 4).calls == []
+    assert Trace(nn.Linear(2, 2), 4).calls == []

@@ -1,32 +1,44 @@
 """What a model of transformers needs of us, and whether the result is the same: tried without weights.
 
-Owns `Layout`, the findings, and `probe`. The skeleton gets stand-ins for its weights (`stubs.py`). Three short requests
-are computed twice: each by itself by transformers' own forward with its eager attention, and together, in chunks, as
-the engine will. Where the two differ the model is refused with the reason, so that no architecture is trusted by its
-name. Two ways are tried in turn: all rows in one flat batch over the paged KV cache, with our attention, and row by row
-with transformers' attention.
+The skeleton gets stand-ins for its weights (`stubs.py`). Three short requests are computed twice: each by itself by
+transformers' own forward with its eager attention, and together, in chunks, as the engine will. Where the two differ
+the model is refused with the reason, so that no architecture is trusted by its name. Two ways are tried in turn: all
+rows in one flat batch over the paged KV cache, with our attention, and row by row with transformers' attention.
+Meanwhile `Called` notes which modules are called, and `Uses` whether rounding may depend on the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.errors import UnsupportedModelError
-from llm.forward import ForwardBatch, StateSpec
-from llm.models.transformers_backend.interface import AttentionCall, attention_layers, use_paged_attention
-from llm.models.transformers_backend.invariance import Uses
-from llm.models.transformers_backend.observe import Called, of_a_kind, use_ours
-from llm.models.transformers_backend.passes import Passes
-from llm.models.transformers_backend.recognise import Replacement, embedding_scale
+from llm.forward import AttentionMetadata, ForwardBatch, LatentCacheSpec, RecurrentMetadata, RecurrentSpec, StateSpec
+from llm.kernels.reference.backend import REFERENCE
+from llm.models.transformers_backend.attention import (
+    AttentionCall,
+    Misfit,
+    Trace,
+    attention_layers,
+    use_paged_attention,
+)
+from llm.models.transformers_backend.recognise import (
+    PositionTable,
+    Replacement,
+    embedding_scale,
+    is_table,
+    recognise,
+    replace_module,
+)
 from llm.models.transformers_backend.rows import CacheLayer, RowCache, RowWay, describe, new_cache
-from llm.models.transformers_backend.skeleton import Skeleton, refusing, without_warnings
-from llm.models.transformers_backend.stubs import CalledOnly, stub_weights
-from llm.models.transformers_backend.theirs import Theirs
-from llm.models.transformers_backend.trace import Misfit, Trace
-from llm.models.transformers_backend.trial import Tensors, compare, make_requests, run_steps
+from llm.models.transformers_backend.skeleton import Passes, Skeleton, Theirs, refusing, without_warnings
+from llm.models.transformers_backend.stubs import CalledOnly, forget_weights, stub_weights
 
 
 @dataclass(frozen=True)
@@ -92,16 +104,19 @@ class _Trial:
         with self.passes.without_positions():
             return [self.passes.hidden(ids, torch.arange(len(ids))) for ids in self.requests]
 
-    def together(self, specs: Sequence[StateSpec], compute: Callable[[ForwardBatch], torch.Tensor]) -> Tensors:
-        return run_steps(self.requests, specs, compute)
-
     def use_ours(self, called: Called) -> Uses:
         """Put our operations into the skeleton; returns a recorder of the others."""
-        embedding = self.skeleton.embedding
+        model, embedding = self.model, self.skeleton.embedding
         if self.scale() is not None:  # else it stays transformers'
-            name = next(name for name, module in self.model.named_modules() if module is embedding)
-            self.model.set_submodule(name, CalledOnly(embedding))
-        return use_ours(self.model, self.linear, called)
+            name = next(name for name, module in model.named_modules() if module is embedding)
+            model.set_submodule(name, CalledOnly(embedding))
+        replacements = called.recognised()
+        forget_weights(model, called.names.intersection(self.linear))
+        for name, replacement in replacements.items():
+            replace_module(model, name, replacement)
+        for name in called.tables:
+            model.set_submodule(name, PositionTable(model.get_submodule(name), 16))
+        return Uses(model, self.linear, replacements, called.tables)
 
     def scale(self) -> float | None:
         return embedding_scale(self.skeleton.embedding)  # type: ignore[arg-type]
@@ -126,7 +141,7 @@ def _try_flat(trial: _Trial) -> Layout:
         return hidden
 
     specs = [call.spec(torch.float32) for call in trace.calls]
-    compare(alone, trial.together(specs, compute), type(model).__name__)
+    compare(alone, run_steps(trial.requests, specs, compute), type(model).__name__)
     return _layout(trial, called, uses.reason(), calls=tuple(trace.calls))
 
 
@@ -147,7 +162,8 @@ def _try_rows(trial: _Trial) -> Layout:
         rows = RowCache(layers, model.config, way)
         try:
             with refusing("its cache cannot be continued"):
-                found = trial.together(specs, lambda batch, rows=rows: rows.hidden(passes, batch))  # type: ignore[misc]
+                compute = partial(rows.hidden, passes)
+                found = run_steps(trial.requests, specs, compute)
                 compare(alone, found, type(model).__name__)
         except UnsupportedModelError as error:
             reasons.append(error)
@@ -160,3 +176,230 @@ def _try_rows(trial: _Trial) -> Layout:
 def _layout(trial: _Trial, called: Called, varies: str | None, **more: Theirs) -> Layout:
     used = of_a_kind(trial.linear, called.names)
     return Layout(called.recognised(), called.tables, used, trial.scale(), varies, **more)
+
+
+# Tokens of each request in each step.
+_STEPS = ((7, 3, 0), (0, 1, 2), (5, 2, 1))
+_BLOCK = 16
+_TOLERANCE = 1e-3
+Tensors = list[torch.Tensor]
+
+
+def make_requests() -> Tensors:
+    """Token ids int64 [N] of each request; the first few ids mean padding and the like, and some models skip them."""
+    generator = torch.Generator().manual_seed(3)
+    counts = [sum(step[row] for step in _STEPS) for row in range(len(_STEPS[0]))]
+    return [torch.randint(5, 64, (count,), generator=generator) for count in counts]
+
+
+def run_steps(
+    requests: Tensors, specs: Sequence[StateSpec], compute: Callable[[ForwardBatch], torch.Tensor]
+) -> Tensors:
+    """The requests' hidden states [N, H], computed together in steps; `compute` gets each step's batch."""
+    states = [_state(spec, len(requests) + 1) for spec in specs]
+    done = [0] * len(requests)
+    parts: list[Tensors] = [[] for _ in requests]
+    for step in _STEPS:
+        rows = [row for row, length in enumerate(step) if length]
+        hidden = compute(_batch(requests, done, step, specs, states))
+        for row, part in zip(rows, hidden.split([step[row] for row in rows]), strict=True):
+            parts[row].append(part)
+            done[row] += len(part)
+    return [torch.cat(part) for part in parts]
+
+
+def _state(spec: StateSpec, blocks: int) -> tuple[torch.Tensor, ...]:
+    if isinstance(spec, RecurrentSpec):
+        pairs = zip(spec.shapes, spec.dtypes, strict=True)
+        return tuple(torch.zeros(blocks, *shape, dtype=dtype) for shape, dtype in pairs)
+    if isinstance(spec, LatentCacheSpec):
+        return (torch.zeros(spec.shape(blocks, _BLOCK)),)
+    return tuple(torch.zeros(shape) for shape in REFERENCE.op("kv_cache_shapes")(spec, blocks, _BLOCK))
+
+
+def _batch(
+    requests: Tensors,
+    done: Sequence[int],
+    step: Sequence[int],
+    specs: Sequence[StateSpec],
+    states: list[tuple[torch.Tensor, ...]],
+) -> ForwardBatch:
+    """The next `step[row]` tokens of each request, of which row r has block and slot r + 1."""
+    rows = [row for row, length in enumerate(step) if length]
+    ranges = [torch.arange(done[row], done[row] + step[row]) for row in rows]
+    lengths, ends = [step[row] for row in rows], [done[row] + step[row] for row in rows]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    seq_lens = torch.tensor(ends, dtype=torch.int32)
+    paged = AttentionMetadata(
+        torch.tensor([[row + 1] for row in rows], dtype=torch.int32),
+        torch.cat([_BLOCK * (row + 1) + positions for row, positions in zip(rows, ranges, strict=True)]),
+        starts,
+        seq_lens,
+        _BLOCK,
+        lengths,
+        ends,
+    )
+    slots = RecurrentMetadata(torch.tensor([row + 1 for row in rows]), starts, seq_lens, lengths, ends)
+    # A kernel's plan is of one window: each state has its own metadata.
+    metadata = [slots if isinstance(spec, RecurrentSpec) else replace(paged) for spec in specs]
+    ids = torch.cat([requests[row][positions] for row, positions in zip(rows, ranges, strict=True)])
+    return ForwardBatch(ids, torch.cat(ranges), metadata, states, torch.empty(0, dtype=torch.int64))
+
+
+def compare(alone: Sequence[torch.Tensor], together: Sequence[torch.Tensor], name: str) -> None:
+    for expected, found in zip(alone, together, strict=True):
+        size, worst = expected.abs().max().item(), (expected - found).abs().max().item()
+        if not worst <= _TOLERANCE * size:  # NaN is no equality
+            raise Misfit(
+                f"{name} does not compute each token from its own row: in a batch of several requests its hidden "
+                f"states differ from transformers' own by {worst:.1e} of {size:.1e}"
+            )
+
+
+class Called:
+    """Which modules a forward pass calls, and which of them with one tensor alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.names: set[str] = set()
+        self._tables: dict[str, None] = {}
+        self._recognised: dict[str, Replacement] | None = None
+        self._widths: dict[str, int] = {}
+        self._others: set[str] = set()
+        self._handles: list[Theirs] = []
+
+    def __enter__(self) -> Called:
+        for name, module in self._model.named_modules():
+            self._handles.append(module.register_forward_hook(self._noting(name), with_kwargs=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _noting(self, name: str) -> Theirs:
+        def note(module: nn.Module, args: tuple[Theirs, ...], kwargs: dict[str, Theirs], output: object) -> None:
+            self.names.add(name)
+            if is_table(module, args, kwargs, output):
+                self._tables[name] = None
+            if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+                self._widths[name] = args[0].shape[-1]
+            else:
+                self._others.add(name)
+
+        return note
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Modules that compute something from positions alone."""
+        return tuple(self._tables)
+
+    def recognised(self) -> dict[str, Replacement]:
+        """Module -> our operation with its values; of the modules as they were at the first call."""
+        if self._recognised is None:
+            self._recognised = self._recognise()
+        return self._recognised
+
+    def _recognise(self) -> dict[str, Replacement]:
+        known: dict[int, Replacement | None] = {}
+        found = {}
+        for name, width in self._widths.items():
+            module = self._model.get_submodule(name)
+            if name in self._others or "forward" in vars(module):
+                continue
+            if id(module) not in known:
+                known[id(module)] = recognise(module, width)
+            replacement = known[id(module)]
+            if replacement is not None:
+                found[name] = replacement
+        return found
+
+
+def of_a_kind(linear: Sequence[str], called: set[str]) -> tuple[str, ...]:
+    """The linear layers that are called, and those with the same path but for numbers: experts without a token."""
+
+    def kind(name: str) -> str:
+        return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+    kinds = {kind(name) for name in called}
+    return tuple(name for name in linear if kind(name) in kinds)
+
+
+_FIXED = frozenset(
+    """
+    view _unsafe_view reshape transpose permute unsqueeze squeeze expand clone copy_ _to_copy select slice split
+    split_with_sizes index index_select gather embedding cat stack alias detach lift_fresh unbind t arange full zeros
+    ones empty zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full scalar_tensor fill_
+    add sub mul neg div rsub abs clamp clamp_min clamp_max maximum minimum where masked_fill floor round relu sqrt
+    eq ne lt le gt ge bitwise_not bitwise_and bitwise_or logical_not logical_and logical_or constant_pad_nd repeat
+    chunk flip roll tril triu _local_scalar_dense item is_nonzero remainder fmod sign all any view_as_real
+    view_as_complex narrow contiguous add_ mul_ sub_ div_ _reshape_alias as_strided diff new_empty_strided unfold
+    empty_strided
+    """.split()
+)
+
+
+class Uses:
+    """Which other operations a forward pass uses.
+
+    Args:
+        model: runs on stand-ins for its weights.
+        own: paths of the modules that our kernels compute.
+    """
+
+    def __init__(self, model: nn.Module, *own: Iterable[str]) -> None:
+        self._own = [model.get_submodule(name) for names in own for name in names]
+        self._inside = 0
+        self._found: dict[str, None] = {}
+
+    def reason(self) -> str | None:
+        """Why answers may depend on the batch; None: they do not."""
+        if not self._found:
+            return None
+        return f"transformers' code calls PyTorch's {', '.join(self._found)}, whose rounding may depend on the batch"
+
+    @contextmanager
+    def watching(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Record what is computed outside of our modules and of the attention `layers`."""
+        handles = []
+        for module in {id(module): module for module in (*self._own, *layers)}.values():
+            handles.append(module.register_forward_pre_hook(self._enter))
+            handles.append(module.register_forward_hook(self._leave))
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, *_: object) -> None:
+        self._inside += 1
+
+    def _leave(self, *_: object) -> None:
+        self._inside -= 1
+
+    def note(self, func: Theirs, args: tuple[Theirs, ...]) -> None:
+        name = func.overloadpacket.__name__
+        if self._inside or name in _FIXED or (name == "pow" and args[1] in (2, 2.0)) or _is_outer(name, args):
+            return
+        self._found[name] = None
+
+
+def _is_outer(name: str, args: tuple[Theirs, ...]) -> bool:
+    """A product of a column with a row: each result is one product."""
+    return name in ("mm", "bmm") and args[0].shape[-1] == 1
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, uses: Uses) -> None:
+        super().__init__()
+        self._uses = uses
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # As in `llm.kernels.cpu.program`: True would make torch import its compiler.
+        return False
+
+    def __torch_dispatch__(self, func: Theirs, types: Theirs, args: Theirs = (), kwargs: Theirs = None) -> Theirs:
+        self._uses.note(func, args)
+        return func(*args, **(kwargs or {}))

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from llm.forward import AttentionMetadata, ForwardBatch, LatentCacheSpec, RecurrentMetadata, RecurrentSpec, StateSpec
-from llm.models.transformers_backend.passes import Passes
-from llm.models.transformers_backend.theirs import Theirs
+from llm.models.transformers_backend.skeleton import Passes, Theirs
 
 # (attribute of a cache layer of transformers, its key there): the tensor of one recurrent state.
 _Key = tuple[str, int]

@@ -1,21 +1,25 @@
-"""A model of transformers without weights: its parameters are meta tensors, its buffers are computed.
+"""A model of transformers without weights, its parts, and the two halves of its forward pass.
 
-Owns building it, with the checks of what a checkpoint's config may ask for, and finding its parts.
+Its parameters are meta tensors, its buffers are computed.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from llm.base.text import clip, show
 from llm.errors import UnsupportedModelError
-from llm.models.transformers_backend.theirs import Theirs
+
+# The type of transformers' objects and of what its modules are called with: each class has its own.
+Theirs: TypeAlias = Any
 
 # Tables that a model computes at start (rotary frequencies, masks), in all.
 _MOST_BUFFER_BYTES = 1 << 30
@@ -30,13 +34,11 @@ class Skeleton:
     Attributes:
         model: the causal language model.
         base: what `model.forward` calls for the hidden states.
-        base_name: its path.
         embedding, head: the token embedding and the LM head; `tied` if they share their weight.
     """
 
     model: Theirs
     base: nn.Module
-    base_name: str
     embedding: nn.Module
     head: nn.Module
     tied: bool
@@ -67,8 +69,8 @@ def _parts(model: Theirs) -> Skeleton:
         raise UnsupportedModelError(f"{kind} of transformers has no embedding of tokens.")
     if not isinstance(head, nn.Linear):
         raise UnsupportedModelError(f"{kind} of transformers has no LM head that is one matrix.")
-    name = _called_first(model)
-    return Skeleton(model, model.get_submodule(name), name, embedding, head, head.weight is embedding.weight)
+    base = model.get_submodule(_called_first(model))
+    return Skeleton(model, base, embedding, head, head.weight is embedding.weight)
 
 
 def _called_first(model: Theirs) -> str:
@@ -162,3 +164,87 @@ def without_warnings() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+class Passes:
+    """The halves of a forward pass: to the hidden states, and from them to the logits.
+
+    transformers has one forward for both. For the second half its base model returns hidden states that it is given:
+    `model.forward` calls `base`, and `base.forward` is patched.
+    """
+
+    def __init__(self, model: Theirs, base: nn.Module) -> None:
+        self._model = model
+        self._base = base
+        self._forward = base.forward
+        self._given: torch.Tensor | None = None
+        takes = inspect.signature(type(base).forward).parameters
+        # Mamba's models call it otherwise.
+        self._cache_name = "cache_params" if "cache_params" in takes else "past_key_values"
+        takes_any = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in takes.values())
+        self._names_positions, self._takes_any = "position_ids" in takes, takes_any
+        self._more: dict[str, Theirs] = {"use_cache": False} if takes_any or "use_cache" in takes else {}
+        base.forward = self._forward_of_base
+
+    @contextmanager
+    def without_positions(self) -> Iterator[None]:
+        """Inside, the model finds the positions itself: from 0, or from the cache."""
+        kept = self._names_positions, self._takes_any
+        self._names_positions = self._takes_any = False
+        try:
+            yield
+        finally:
+            self._names_positions, self._takes_any = kept
+
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        embeds: torch.Tensor | None = None,
+        cache: Theirs = None,
+    ) -> torch.Tensor:
+        """ids and positions int64 [N] -> hidden states float32 [N, H].
+
+        Args:
+            embeds: float [N, H], in place of the ids.
+            cache: of transformers, with the tokens before these; None: the pass keeps nothing.
+        """
+        given: dict[str, Theirs]
+        given = {"input_ids": input_ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
+        # With a cache, a model that does not name positions takes them from there.
+        if self._names_positions or (cache is None and self._takes_any):
+            given["position_ids"] = positions[None]
+        kept = self._more if cache is None else {"use_cache": True, self._cache_name: cache}
+        hidden = self._base(**given, **kept)[0]
+        if not isinstance(hidden, torch.Tensor) or hidden.shape[:2] != (1, len(input_ids)):
+            raise UnsupportedModelError("its base model does not return one hidden state for each token")
+        return hidden[0]
+
+    def whole(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Both halves."""
+        given = {"position_ids": positions[None]} if self._names_positions else {}
+        self._model(input_ids=input_ids[None], **given, **self._more)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [L, H] -> float32 [L, vocab]: what `model.forward` does after its base model."""
+        self._given = hidden[None]
+        try:
+            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+            return self._model(input_ids=ids, **self._more).logits[0].float()
+        finally:
+            self._given = None
+
+    def _forward_of_base(self, *args: Theirs, **kwargs: Theirs) -> Theirs:
+        return self._forward(*args, **kwargs) if self._given is None else _output(self._given)
+
+
+def _output(hidden: torch.Tensor) -> Theirs:
+    """What a base model returns, with everything but the hidden states None."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class Output(BaseModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return Output(last_hidden_state=hidden)

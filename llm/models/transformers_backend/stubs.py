@@ -14,7 +14,7 @@ from torch import nn
 from llm.base.watch import Patchable
 from llm.errors import UnsupportedModelError
 from llm.models.transformers_backend.recognise import is_conv1d, is_linear
-from llm.models.transformers_backend.theirs import Theirs
+from llm.models.transformers_backend.skeleton import Theirs
 
 _POOL = 1 << 22
 _EMBEDDED = 64

@@ -14,7 +14,7 @@ import torch
 
 from llm.base.text import clip
 from llm.errors import CheckpointError
-from llm.models.transformers_backend.theirs import Theirs
+from llm.models.transformers_backend.skeleton import Theirs
 
 
 class WeightNames:
