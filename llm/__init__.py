@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from llm.api import LLM as LLM
     from llm.api.async_llm import AsyncLLM as AsyncLLM
     from llm.api.llm_engine import LLMEngine as LLMEngine
-    from llm.beam_params import BeamSearchParams as BeamSearchParams
     from llm.config.command_line import AsyncEngineArgs as AsyncEngineArgs
     from llm.config.command_line import EngineArgs as EngineArgs
     from llm.engine.async_llm_engine import AsyncLLMEngine as AsyncLLMEngine
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     from llm.pooling_params import PoolerConfig as PoolerConfig
     from llm.pooling_params import PoolingParams as PoolingParams
     from llm.replies.calls import ToolCall as ToolCall
+    from llm.sampling_params import BeamSearchParams as BeamSearchParams
     from llm.sampling_params import RequestOutputKind as RequestOutputKind
     from llm.sampling_params import SamplingParams as SamplingParams
     from llm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "LLM": "llm.api",
     "SamplingParams": "llm.sampling_params",
-    "BeamSearchParams": "llm.beam_params",
+    "BeamSearchParams": "llm.sampling_params",
     "BeamSearchOutput": "llm.outputs",
     "BeamSearchSequence": "llm.outputs",
     "RequestOutputKind": "llm.sampling_params",

@@ -1,7 +1,7 @@
-"""SamplingParams: the parameters of one request, validated on construction.
+"""SamplingParams, StructuredOutputsParams and BeamSearchParams: parameters of one request, validated on construction.
 
-Owns fields, defaults and ranges, with vLLM's names and semantics except for the table below. Checks that need a model
-(token ids in range, room in the context) are in `llm/engine/preprocess.py`.
+Names and semantics are vLLM's except for the table below. Checks that need a model (token ids in range, room in the
+context) are in `llm/engine/preprocess.py`; `llm/sampling/structured` compiles the form of an answer.
 
     Different from vLLM, on purpose
     max_tokens                  default None, until the context is full; vLLM: 16
@@ -29,11 +29,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llm.base.checks import (
     as_list,
@@ -49,9 +50,7 @@ from llm.base.checks import (
 )
 from llm.base.missing import missing_names
 from llm.base.names import known_fields
-from llm.beam_params import BeamSearchParams as BeamSearchParams  # vLLM has it here
-from llm.config.elsewhere import SAMPLING
-from llm.structured_params import StructuredOutputsParams as StructuredOutputsParams  # and this
+from llm.config.elsewhere import SAMPLING, STRUCTURED
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +65,8 @@ _MOST_DIGITS = 20
 _FLAGS = (
     "flat_logprobs ignore_eos detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output"
 ).split()
+_MOST_PENALTY = 100.0  # length ** penalty stays a float
+_BEAM_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
 class RequestOutputKind(Enum):
@@ -95,6 +96,71 @@ class RepetitionDetectionParams:
         check_integer("max_pattern_size", self.max_pattern_size, 0)
         check_integer("min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
         check_integer("min_count", self.min_count, 2 if self.max_pattern_size else 0)
+
+
+class PydanticModel(Protocol):
+    """What is used of a pydantic model, a class."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, object]: ...
+    @classmethod
+    def model_validate_json(cls, json_data: str) -> object: ...
+
+
+@known_fields(STRUCTURED)
+@dataclass
+class StructuredOutputsParams:
+    """A constraint on the output: exactly one of `json` (a schema, as dict or text, or a pydantic model), `regex`,
+    `choice`, `grammar`, `json_object` or `structural_tag` (`{"structures": [{"begin", "schema", "end"}], "triggers":
+    [...]}`: free text in which each beginning is followed by JSON of its schema and its end; or `{"format": {"type":
+    ...}}`, xgrammar's formats: tag, triggered_tags, tags_with_separator, sequence, or, json_schema, regex,
+    const_string, any_text). The other fields are settings of these, as in vLLM.
+
+    JSON has no whitespace, whatever `disable_any_whitespace` says. `\\d`, `\\w` and `\\s` match ASCII only. Needs
+    llguidance. `CompletionOutput.structured` holds the outcome, and `CompletionOutput.parsed` a JSON answer as data.
+
+    Of a pydantic model the field `json` has the schema, and `disable_additional_properties` is True: answers have the
+    model's fields alone, unless it says `extra="allow"`. They are parsed by the model.
+    """
+
+    json: str | Mapping[str, object] | type[PydanticModel] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, object] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+        given = [name for name in kinds if getattr(self, name) is not None]
+        if len(given) != 1:
+            refuse("structured_outputs", given, f"given exactly one of {', '.join(kinds)}")
+        self._model: type[PydanticModel] | None = None
+        if isinstance(self.json, type):
+            if not hasattr(self.json, "model_json_schema"):
+                refuse("json", self.json.__name__, "a schema, or a pydantic model")
+            self._model = self.json if hasattr(self.json, "model_validate_json") else None
+            self.json = self.json.model_json_schema()
+            self.disable_additional_properties = True
+
+    def parse(self, text: str) -> object:
+        """A complete answer as data: an instance of the pydantic model, or what `json.loads` gives.
+
+        None where the model's own validators refuse it, and of constraints other than JSON.
+        """
+        if self.json is None and self.json_object is None:
+            return None
+        try:
+            return json.loads(text) if self._model is None else self._model.model_validate_json(text)
+        except (ValueError, RecursionError):  # a pydantic ValidationError is a ValueError
+            return None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without the model, which another process may not be able to import."""
+        return {**vars(self), "_model": None}
 
 
 @known_fields(SAMPLING)
@@ -378,6 +444,71 @@ def _clipped(bias: object) -> object:
 
 
 _FIELDS: dict[str, object] = {item.name: item.default for item in dataclasses.fields(SamplingParams)}
+
+
+@known_fields({"n": "beam_width sequences are returned"})
+@dataclass
+class BeamSearchParams:
+    """The parameters of a beam search.
+
+    The score of a sequence is the sum of the logprobs of its generated tokens / (their number, EOS included) **
+    `length_penalty`: the score of transformers and of vLLM.
+
+    Args:
+        beam_width: number of sequences kept at each step, and returned.
+        max_tokens: maximum number of generated tokens.
+        ignore_eos: do not stop at the model's EOS.
+        temperature: 0.0 only, because beams are ranked by the model's own logprobs.
+        length_penalty: above 0 favours long sequences (scores are negative), below 0 short ones.
+        include_stop_str_in_output: keep the EOS that ended a sequence in its `tokens` and `text`.
+        structured_outputs: only answers of this form are searched; logprobs are not renormalised.
+        watermarking: None only.
+        skip_special_tokens: leave special tokens out of `text`.
+        allowed_token_ids: the only token ids that beams may be extended by; logprobs are not renormalised over them.
+        early_stopping: when the search of a prompt ends, as in transformers. True: once `beam_width` sequences have
+            ended. False: also when the best running beam, at its current length, scores no better than the worst
+            finished one. "never": as False, but with `length_penalty` above 0 at the maximum length of the beam.
+
+    Raises:
+        ValidationError: a field is out of its range (`.parameter`, `.value`).
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
+    skip_special_tokens: bool = True
+    watermarking: None = None
+    allowed_token_ids: list[int] | None = None
+    early_stopping: bool | str = False
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Check every field again (the object is mutable); raises `ValidationError`."""
+        for name in ("beam_width", "max_tokens"):
+            check_integer(name, getattr(self, name), 1)
+        for name in _BEAM_FLAGS:
+            check_flag(name, getattr(self, name))
+        check_real("length_penalty", self.length_penalty, -_MOST_PENALTY, _MOST_PENALTY)
+        if not is_real(self.temperature) or self.temperature != 0:
+            refuse("temperature", self.temperature, "0.0, as beams are ranked by the model's own logprobs")
+        if self.watermarking is not None:
+            refuse("watermarking", self.watermarking, "None in a beam search")
+        if self.structured_outputs is not None and self.ignore_eos:
+            refuse("ignore_eos", True, "False with structured_outputs, for an answer ends where it is complete")
+        early = self.early_stopping
+        if not isinstance(early, bool) and not (isinstance(early, str) and early == "never"):
+            refuse("early_stopping", self.early_stopping, "True, False or 'never'")
+        if self.allowed_token_ids is not None:
+            if not isinstance(self.allowed_token_ids, list | tuple) or not self.allowed_token_ids:
+                refuse("allowed_token_ids", self.allowed_token_ids, "None or a list of at least one token id")
+            for token in self.allowed_token_ids:
+                check_integer("allowed_token_ids", token, 0)
 
 
 if not TYPE_CHECKING:  # or mypy would take any name

@@ -23,7 +23,7 @@ ROOMS = ("layers", "quantization", "platforms", "kernels")
 FLOORS = {
     "llm.base": 1,
     "llm.config": 1,
-    "llm.beam_params": 1,
+    "llm.sampling_params": 1,
     "llm.beam_search": 1,
     "llm.errors": 1,
     "llm.exceptions": 1,
@@ -44,8 +44,6 @@ FLOORS = {
     "llm.plugins": 1,
     "llm.pooling_params": 1,
     "llm.progress": 1,
-    "llm.sampling_params": 1,
-    "llm.structured_params": 1,
     "llm.platforms": 1,
     "llm.kernels": 2,
     "llm.quantization": 3,

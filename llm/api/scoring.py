@@ -10,7 +10,6 @@ from llm.api.checks import Priority, check_priority
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
 from llm.base.names import known_names
-from llm.beam_params import BeamSearchParams
 from llm.engine.beams import BeamSearches
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.progress import check_use_tqdm
@@ -19,6 +18,7 @@ from llm.engine.scoring import continuation_rows, likelihood, perplexity_of, per
 from llm.errors import GenerationInterrupted
 from llm.inputs import LoRARequest
 from llm.outputs import BeamSearchOutput, LoglikelihoodOutput, PerplexityOutput, RequestOutput
+from llm.sampling_params import BeamSearchParams
 
 
 class Scoring:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 from llm.base.bar import Bar, UseTqdm
 from llm.base.checks import check_integer, refuse
-from llm.beam_params import BeamSearchParams
 from llm.engine.adapter_slots import Adapter
 from llm.engine.engine import Engine
 from llm.engine.preprocess import Preprocessor
@@ -27,7 +26,7 @@ from llm.engine.rows import Row
 from llm.engine.scoring import check_logprobs_mode
 from llm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from llm.sampling.structured.structure import Answer, Structure
-from llm.sampling_params import SamplingParams, StructuredOutputsParams
+from llm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from llm.tokenizer import Tokenizer
 
 Logprobs = dict[int, Logprob]

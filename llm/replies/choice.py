@@ -17,8 +17,7 @@ from llm.base.types import JsonObject
 from llm.errors import ValidationError, nearest
 from llm.replies.calls import Call, call_of, json_object, json_value
 from llm.replies.forms import CannotWrite, Writing
-from llm.sampling_params import SamplingParams
-from llm.structured_params import StructuredOutputsParams
+from llm.sampling_params import SamplingParams, StructuredOutputsParams
 
 _CLOSED: JsonObject = {"additionalProperties": False}
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, **_CLOSED}

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from llm.beam_params import BeamSearchParams
 from llm.errors import LLMError, ValidationError
 from llm.pooling_params import PoolerConfig, PoolingParams
 from llm.sampling_params import (
     MAX_N,
     MAX_SEED,
+    BeamSearchParams,
     RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
