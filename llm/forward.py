@@ -212,3 +212,13 @@ class ForwardBatch:
     token_types: torch.Tensor | None = None
     extensions: dict[str, Any] = field(default_factory=dict)
     taps: list[torch.Tensor] = field(default_factory=list)
+
+
+# Recurrent states have no KV group: all states of a request are in its slot.
+SLOTS = -1
+
+
+def group_states(specs: Sequence[StateSpec]) -> tuple[list[PagedSpec], list[int]]:
+    """(the distinct paged specs, one per group; for each state, the index of its group or `SLOTS`)."""
+    groups = list(dict.fromkeys(spec for spec in specs if isinstance(spec, PagedSpec)))
+    return groups, [groups.index(spec) if isinstance(spec, PagedSpec) else SLOTS for spec in specs]

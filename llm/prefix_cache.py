@@ -24,11 +24,11 @@ from llm.base.disk import sync
 from llm.base.text import quote, show
 from llm.base.types import JsonObject
 from llm.config.defaults import library_defaults
-from llm.engine.cache_rows import CachePart
+from llm.engine.block_manager import Entry, cached_entries, restore_entries
+from llm.engine.boundary import CachePart
 from llm.engine.engine import Engine
-from llm.engine.kv_cache import SLOTS
-from llm.engine.prefix_entries import Entry, cached_entries, restore_entries
 from llm.errors import CheckpointError, LLMError, ValidationError
+from llm.forward import SLOTS
 from llm.loading.checkpoint import Checkpoint
 from llm.loading.model_files import read_json
 from llm.quantize.partial import partial_folder

@@ -211,7 +211,7 @@ class Platform:
 
     def get_model_runner_cls(self) -> str:
         """Class path of the `ModelRunner`."""
-        return self.worker_cls or "llm.engine.model_runner.ModelRunner"
+        return self.worker_cls or "llm.runner.model_runner.ModelRunner"
 
     def get_communicator_cls(self) -> str:
         """Class path of the communicator between devices; `ValidationError` if there is one device."""

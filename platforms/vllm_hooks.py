@@ -40,7 +40,7 @@ class VllmConfigView(_Section):
     """What `check_and_update_config(vllm_config)` reads and changes, before anything is decided; None: not given.
 
     Attributes:
-        parallel_config: `worker_cls`, "auto" or the class path of an `llm.engine.model_runner.ModelRunner`; one device.
+        parallel_config: `worker_cls`, "auto" or the class path of an `llm.runner.model_runner.ModelRunner`; one device.
         compilation_config: `custom_ops` (a list), `mode` and `backend`.
         model_config, cache_config, scheduler_config: arguments of `LLM`.
     """

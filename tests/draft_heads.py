@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS, VOCAB, config_of, randomise, reference_model
 
 from llm import LLM
-from llm.engine.batch import InputBatch
-from llm.engine.proposer import ComputedStep
-from llm.engine.speculation.pace import Choice
-from llm.engine.speculation.speculator import Speculator
+from llm.runner.batch import InputBatch
+from llm.runner.speculation.pace import Choice
+from llm.runner.speculation.proposer import ComputedStep
+from llm.runner.speculation.speculator import Speculator
 
 # A row of `TINY_MODELS` -> what makes a single layer of it the one that its heads have.
 ONE_LAYER: dict[str, Mapping[str, Any]] = {

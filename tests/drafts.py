@@ -14,9 +14,9 @@ from typing import Any
 from embedded import engine_of
 
 from llm import LLM
-from llm.engine.batch import InputBatch
-from llm.engine.proposer import ComputedStep, Proposer
 from llm.engine.step import SchedulerOutput
+from llm.runner.batch import InputBatch
+from llm.runner.speculation.proposer import ComputedStep, Proposer
 
 KINDS = ("right", "wrong", "partly", "random")
 MOST = 6  # drafts per row

@@ -62,6 +62,7 @@ FLOORS = {
     "llm.tokenizer_bound": 6,
     "llm.engine": 7,
     "llm.engine.async_llm_engine": 8,
+    "llm.runner": 8,
     "llm.explain": 7,
     "llm.api": 8,
     "llm.bench": 8,
@@ -284,9 +285,10 @@ def does_nothing(body: list[ast.stmt]) -> bool:
 
 
 def runner_methods() -> frozenset[str]:
-    """The methods of the boundary, `llm.engine.runner.Runner`."""
-    (text,) = (item.text for item in SOURCES if item.module == "llm.engine.runner")
-    (protocol,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    """The methods of the boundary, `llm.engine.boundary.Runner`."""
+    (text,) = (item.text for item in SOURCES if item.module == "llm.engine.boundary")
+    classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    (protocol,) = (node for node in classes if node.name == "Runner")
     return frozenset(node.name for node in protocol.body if isinstance(node, ast.FunctionDef))
 
 
@@ -294,11 +296,11 @@ def looks_into_the_runner(item: Source) -> list[str]:
     """`engine.runner.model` and its like: a runner may live in another process, and is asked by its methods alone."""
     allowed = RUNNER_METHODS
     return [
-        item.at(node, f"looks at the runner's {node.attr}; ask it by a method of llm.engine.runner.Runner")
+        item.at(node, f"looks at the runner's {node.attr}; ask it by a method of llm.engine.boundary.Runner")
         for node in ast.walk(item.tree)
         if isinstance(node, ast.Attribute) and node.attr not in allowed and is_runner(node.value)
         # What a runner is made of may look at it.
-        if item.module not in ("llm.engine.profile", "llm.engine.model_runner")
+        if item.module not in ("llm.runner.profile", "llm.runner.model_runner")
     ]
 
 

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from llm.base.checks import refuse
 from llm.base.text import show
-from llm.engine.adapter_slots import Adapter
 from llm.engine.engine import Engine
 from llm.engine.rows import AnyRow, Row
+from llm.engine.step import Adapter
 from llm.errors import ValidationError
 from llm.inputs import LoRARequest
 

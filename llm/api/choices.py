@@ -11,10 +11,9 @@ from llm.api.scoring import score_rows
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice, refuse
 from llm.base.names import known_names
-from llm.engine.choices import LENGTHS, choice_output, question_rows, questions
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.progress import check_use_tqdm
-from llm.engine.scoring import likelihood
+from llm.engine.scoring import LENGTHS, choice_output, likelihood, question_rows, questions
 from llm.outputs import ChoiceOutput
 
 

@@ -15,7 +15,7 @@ from llm.base.bar import UseTqdm
 from llm.base.names import known_names
 from llm.base.types import JsonObject
 from llm.config.engine import EngineArgs
-from llm.engine.pooler import PoolingPlan
+from llm.engine.boundary import PoolingPlan
 from llm.inputs import LoRARequest
 from llm.loading.source import ModelSource
 from llm.pooling_params import PoolingParams

@@ -17,10 +17,10 @@ from llm.api.host import Host
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice
 from llm.base.names import known_names
+from llm.engine.boundary import PoolingPlan
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
-from llm.engine.pooler import PoolingPlan
 from llm.engine.pooling_rows import BY_TOKEN, PoolingRows, Prefix
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.engine.rows import Row

@@ -14,8 +14,8 @@ from llm.api.pooling import Params, Pooling, PoolingHost, about, plan_of, pool, 
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_integer
 from llm.base.names import known_names
+from llm.engine.boundary import QWEN3_RERANKER, PoolingPlan
 from llm.engine.output import PromptState
-from llm.engine.pooler import QWEN3_RERANKER, PoolingPlan
 from llm.engine.pooling_rows import PoolingRows, pair_texts
 from llm.engine.rows import Row
 from llm.errors import ValidationError

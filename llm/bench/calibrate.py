@@ -16,7 +16,7 @@ from time import perf_counter
 
 import torch
 
-from llm.engine.cost import ModelCost, Rates
+from llm.engine.boundary import ModelCost, Rates
 from llm.kernels.backend import Backend
 from llm.kernels.select import backend_for
 from llm.kernels.weight import Weight

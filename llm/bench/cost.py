@@ -1,6 +1,6 @@
 """The cost of a workload in bytes and operations, independent of the engine.
 
-Owns the sums over a workload's requests, for prefill and decode separately; a model's sizes are `llm.engine.cost`'s.
+Owns the sums over a workload's requests, for prefill and decode separately; a model's sizes are `llm.runner.cost`'s.
 The least time that a machine needs is max(operations / GEMM rate, bytes / read bandwidth), at the rates of the model's
 arithmetic and of as many bytes as it has: calibrate.py.
 """
@@ -8,7 +8,7 @@ arithmetic and of as many bytes as it has: calibrate.py.
 from __future__ import annotations
 
 from llm.bench.workloads import Workload
-from llm.engine.cost import ModelCost, Phase
+from llm.engine.boundary import ModelCost, Phase
 
 
 def prefill_cost(model: ModelCost, workload: Workload) -> Phase:

@@ -17,7 +17,7 @@ from llm.api import LLM
 from llm.bench.calibrate import CpuWatch
 from llm.bench.cost import decode_cost, prefill_cost
 from llm.bench.workloads import PREFILL_REPS, Workload, make_workload
-from llm.engine.cost import ModelCost, Rates
+from llm.engine.boundary import ModelCost, Rates
 from llm.engine.stats import EngineStats
 from llm.sampling_params import SamplingParams
 

@@ -1,6 +1,6 @@
 """A profile: a table of time per operation, and of the time outside of operations.
 
-Owns the engine's part; the runner's is `llm.engine.profile`'s. Every table row is exclusive time, so the rows add up to
+Owns the engine's part; the runner's is `llm.runner.profile`'s. Every table row is exclusive time, so the rows add up to
 the wall time by construction, whether PyTorch, a kernel of this package or a plugin computes.
 """
 
@@ -11,10 +11,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
+from llm.engine.boundary import ProfileRow
 from llm.engine.engine import Engine
-from llm.engine.profile import ENGINE, ProfileRow, Recorder, replaced
 from llm.engine.scheduler import Scheduler
 from llm.engine.step import SchedulerOutput
+from llm.runner.profile import ENGINE, Recorder, replaced
 
 _RUNNER = "runner"
 

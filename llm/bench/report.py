@@ -36,8 +36,7 @@ from llm.bench.cost import decode_cost, prefill_cost
 from llm.bench.measure import Figure, Ours
 from llm.bench.profile import Profile
 from llm.bench.session import BenchResult, WorkloadResult
-from llm.engine.cost import Phase, Rates
-from llm.engine.profile import PhaseTime
+from llm.engine.boundary import Phase, PhaseTime, Rates
 
 SCHEMA = 1
 

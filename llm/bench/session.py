@@ -27,7 +27,7 @@ from llm.bench.profile import Profile, profile
 from llm.bench.shapes import write_config
 from llm.bench.workloads import find_recipe, make_workload
 from llm.config.engine import DTYPES, EngineConfig
-from llm.engine.cost import ModelCost, Rates
+from llm.engine.boundary import ModelCost, Rates
 from llm.loading.resolve import resolve_folder
 
 Say = Callable[[str], None]

@@ -165,6 +165,6 @@ MODULES: dict[str, str] = {
     "llm.utils.torch_utils": _OWN,
     "llm.v1.core": "the scheduler and the blocks are in llm.engine",
     **dict.fromkeys(("llm.v1.engine.core", "llm.v1.engine.llm_engine"), _ENGINE),
-    "llm.v1.worker": "the model runner is llm.engine.model_runner.ModelRunner",
-    "llm.worker": "the model runner is llm.engine.model_runner.ModelRunner",
+    "llm.v1.worker": "the model runner is llm.runner.model_runner.ModelRunner",
+    "llm.worker": "the model runner is llm.runner.model_runner.ModelRunner",
 }

@@ -1,6 +1,6 @@
 """`SpeculativeConfig`: who drafts tokens, and how many; vLLM's names.
 
-Owns the check of what the user passed as `speculative_config`. `llm.engine.speculation` drafts.
+Owns the check of what the user passed as `speculative_config`. `llm.runner.speculation` drafts.
 """
 
 from __future__ import annotations

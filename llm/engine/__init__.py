@@ -1,1 +1,1 @@
-"""The engine: policy without tensors (scheduler, block manager), and a runner that exchanges plain data with it."""
+"""Policy without tensors: prompts to rows, the scheduler, the block manager, outputs. A runner computes its steps."""

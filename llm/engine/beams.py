@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 
 from llm.base.bar import Bar, UseTqdm
 from llm.base.checks import check_integer, refuse
-from llm.engine.adapter_slots import Adapter
 from llm.engine.engine import Engine
 from llm.engine.preprocess import Preprocessor
 from llm.engine.prompts import list_prompts
 from llm.engine.rows import Row
 from llm.engine.scoring import check_logprobs_mode
+from llm.engine.step import Adapter
 from llm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from llm.sampling.structured.structure import Answer, Structure
 from llm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams

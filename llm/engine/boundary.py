@@ -6,20 +6,24 @@ Owns `RunnerPlan`, from which a runner builds its model, and `Loaded`, its answe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from llm.base.types import JsonObject
 from llm.config.engine import EngineConfig
-from llm.engine.pooler import PoolingPlan
+from llm.engine.step import RunnerOutput, SchedulerOutput
+from llm.explain import Explanation
 from llm.forward import StateSpec
 from llm.layers.parallel import TensorParallel
+from llm.loading.sentence_transformers import SentenceModules
 from llm.loading.source import ModelSource
 from llm.models.interface import BuildOptions
+from llm.quantization.storage.on_load import ActivationStatistics
 from llm.sampling.logits_processors.interface import LogitsProcessor
 
 
@@ -112,3 +116,249 @@ class Loaded:
         if speculation is not None and speculation.is_default:
             reasons["speculative_config"], speculation = "default; answers depend on the batch", None
         return replace(config, invariant=False, reasons=reasons, speculative_config=speculation)
+
+
+QWEN3_RERANKER = "qwen3_reranker"
+
+
+TOKENS = "ALL"  # the pooling type that keeps every token's vector
+
+
+@dataclass(frozen=True)
+class PoolingPlan:
+    """What a pooling model makes of hidden states; plain data.
+
+    Attributes:
+        task: "embed" or "classify".
+        is_causal: tokens see those before them only, so that a prompt can be computed in chunks.
+        modules: of an embedder.
+        activation: of class logits: "softmax", "sigmoid" or "identity".
+        labels: the classes' names.
+        has_token_types: the model distinguishes the two texts of a pair.
+        sizes: the Matryoshka sizes of a vector; (): not said.
+        dimensions: channels of a vector that are kept unless a call says otherwise; None: all.
+        hidden_size: of the model.
+        by_token: the classifier is for every token, not for a pooled hidden state.
+        default_task: of `LLM.encode`; "": every token's.
+        recipe: how pairs of texts are asked, `QWEN3_RERANKER`; "": the tokenizer joins them.
+    """
+
+    task: str
+    is_causal: bool
+    modules: SentenceModules
+    activation: str = "softmax"
+    labels: tuple[str, ...] = ()
+    has_token_types: bool = False
+    sizes: tuple[int, ...] = ()
+    dimensions: int | None = None
+    hidden_size: int = 0
+    recipe: str = ""
+    by_token: bool = False
+    default_task: str = ""
+
+    @property
+    def size(self) -> int:
+        """Channels of a vector, or classes."""
+        if self.task == "classify":
+            return len(self.labels)
+        return self.modules.dense[-1].outputs if self.modules.dense else self.hidden_size
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer.
+
+    Attributes:
+        scheme: "" when it is not quantized.
+        bytes_before, bytes_after: size of its weight, scales included.
+        weight_snr: signal-to-noise ratio of the quantized weight in decibels; None: the original is not known.
+        output_snr: the same of its outputs on the texts, given the unquantized layer's inputs.
+        kind: "linear", "embedding", or "moe" for all experts of a layer.
+    """
+
+    name: str
+    scheme: str
+    bytes_before: int
+    bytes_after: int
+    weight_snr: float | None = None
+    output_snr: float | None = None
+    kind: str = "linear"
+
+
+@dataclass(frozen=True)
+class CachePart:
+    """One tensor of a state, as rows.
+
+    Attributes:
+        group: whose blocks a row is of; `SLOTS`: a row is of a slot.
+        shape: of a row.
+        dtype: an integer type of the same width: rows are copied as bits.
+    """
+
+    group: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+R = TypeVar("R")
+
+
+class Runner(Protocol):
+    """What engine and facade call; `llm.runner.model_runner.ModelRunner` implements it in this process.
+
+    A runner owns the weights, the KV caches, the persistent batch, the sampler and the logits processors. No code
+    outside a runner reads them.
+    """
+
+    # --- Life cycle. ---
+
+    def load(self, plan: RunnerPlan) -> Loaded: ...
+    def close(self) -> None: ...
+
+    # --- Steps. ---
+
+    def execute(self, plan: SchedulerOutput) -> RunnerOutput: ...
+    def set_drafting(self, is_on: bool) -> None: ...
+    def force_answer(self, answer: Sequence[int]) -> None: ...
+    def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None: ...
+    def end_call(self) -> None: ...
+    def reset(self) -> None: ...
+
+    # --- Rows of its caches, between steps. ---
+
+    def cache_parts(self) -> list[CachePart]: ...
+    def read_cache(self, part: int, rows: Sequence[int]) -> torch.Tensor: ...
+    def write_cache(self, part: int, rows: Sequence[int], values: torch.Tensor) -> None: ...
+
+    # --- Queries about the model. ---
+
+    def check_adapter(self, path: str) -> str: ...
+    def describe(self) -> Explanation: ...
+    def layer_reports(self) -> list[LayerReport]: ...
+    def save(self, path: str | Path, format: str) -> Path: ...
+    def cost(self) -> ModelCost: ...
+    def apply_model(self, function: Callable[[torch.nn.Module], R]) -> R: ...
+    def start_profile(self) -> None: ...
+    def stop_profile(self) -> list[ProfileRow]: ...
+
+    # --- Inputs and outputs of its layers. ---
+
+    def start_observing(self) -> None: ...
+    def stop_observing(self) -> dict[str, ActivationStatistics]: ...
+    def start_counting_experts(self) -> None: ...
+    def stop_counting_experts(self) -> dict[str, list[int]]: ...
+    def start_capturing(self, names: Sequence[str], limit_bytes: int) -> list[str]: ...
+    def take_captured(self) -> Captured: ...
+    def stop_capturing(self) -> None: ...
+    def layer_noise(self, captured: Captured) -> dict[str, tuple[float, float]]: ...
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The machine's rates: bytes read per second, float32 operations per second (a multiply-add is two)."""
+
+    bytes_per_s: float
+    operations_per_s: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The cost of one phase (prefill or decode) of a workload."""
+
+    operations: int = 0
+    bytes_read: int = 0
+
+    def __add__(self, other: Phase) -> Phase:
+        return Phase(self.operations + other.operations, self.bytes_read + other.bytes_read)
+
+    def floor_seconds(self, rates: Rates) -> float:
+        return max(self.operations / rates.operations_per_s, self.bytes_read / rates.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """One attention layer: operations per query-key pair, KV cache bytes per token, sliding window."""
+
+    operations_per_pair: int
+    bytes_per_token: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """The sizes of a model.
+
+    Attributes:
+        parameters: elements of all weights, a tied table once.
+        linear_weights: elements of the linear layers' weights that each token meets.
+        head_weights: elements of the LM head's weight.
+        bytes_per_step: stored bytes that each step reads, whatever its batch size: all but an untied embedding and
+            the experts that a token does not choose.
+        chosen_bytes: those of them of the experts that a token chooses: others than the step before read.
+        weight_bytes: stored bytes of all weights.
+        attention: number of layers of each kind of attention.
+        state_bytes: of one request's recurrent states in all layers.
+        arithmetic: (kind of weight, activations) of the GEMMs that round their activations.
+    """
+
+    parameters: int
+    linear_weights: int
+    head_weights: int
+    bytes_per_step: int
+    weight_bytes: int
+    attention: Counter[AttentionCost] = field(default_factory=Counter)
+    state_bytes: int = 0
+    arithmetic: frozenset[tuple[str, str]] = frozenset()
+    chosen_bytes: int = 0
+
+    def operations(self, spans: list[tuple[int, int]], sampled: int) -> int:
+        """Operations for requests that compute positions start to end - 1 and sample `sampled` tokens in all."""
+        tokens = sum(end - start for start, end in spans)
+        scores = sum(
+            count * layer.operations_per_pair * pairs(*span, layer.window)
+            for layer, count in self.attention.items()
+            for span in spans
+        )
+        return 2 * (self.linear_weights * tokens + self.head_weights * sampled) + scores
+
+    def kv_bytes(self, spans: list[tuple[int, int]]) -> int:
+        """KV cache bytes read when these positions are computed one by one."""
+        return sum(
+            count * layer.bytes_per_token * pairs(*span, layer.window)
+            for layer, count in self.attention.items()
+            for span in spans
+        )
+
+
+def pairs(start: int, end: int, window: int | None) -> int:
+    """Query-key pairs of positions start to end - 1; position p attends to min(p + 1, window) keys."""
+    bend = end if window is None else min(max(window, start), end)
+    triangle = (bend * (bend + 1) - start * (start + 1)) // 2
+    return triangle + (end - bend) * (window or 0)
+
+
+@dataclass
+class PhaseTime:
+    """One table row in one phase. A step is prefill if any of its requests computes more than one token."""
+
+    calls: int = 0
+    seconds: float = 0.0
+    work: Phase = field(default_factory=Phase)
+
+
+@dataclass
+class ProfileRow:
+    """A table row. `kind`: "operation", "model" (between operations) or "engine" (scheduler, batches, outputs)."""
+
+    name: str
+    kind: str
+    prefill: PhaseTime = field(default_factory=PhaseTime)
+    decode: PhaseTime = field(default_factory=PhaseTime)
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill.seconds + self.decode.seconds
+
+
+# Dotted path of a layer -> its inputs and its output, float [N, columns] each.
+Captured = dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor]]

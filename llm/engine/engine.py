@@ -1,6 +1,6 @@
 """The loop: schedule, execute, append, check, finish.
 
-Owns the requests in flight and nothing that a runner owns (`llm.engine.runner.Runner`). The engine runs in the
+Owns the requests in flight and nothing that a runner owns (`llm.engine.boundary.Runner`). The engine runs in the
 caller's thread; between calls nothing runs.
 """
 
@@ -12,14 +12,12 @@ from time import monotonic, perf_counter, time
 import torch
 
 from llm.config.engine import EngineConfig
-from llm.engine.cores import warn_of_busy_cores
-from llm.engine.metrics import EndedRequests, share_in_use
+from llm.engine.boundary import Runner
 from llm.engine.output import Completion, PromptState
 from llm.engine.request import Request
 from llm.engine.rows import Row
-from llm.engine.runner import Runner
 from llm.engine.scheduler import Scheduler
-from llm.engine.stats import EngineStats, LLMStats
+from llm.engine.stats import EndedRequests, EngineStats, LLMStats, share_in_use, warn_of_busy_cores
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.errors import LogitsProcessorError
 from llm.outputs import RequestStateStats

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llm.base.checks import refuse
-from llm.engine.pooler import TOKENS, PoolingPlan
+from llm.engine.boundary import TOKENS, PoolingPlan
 from llm.engine.preprocess import Preprocessor, raise_refused
-from llm.engine.prompts import ParsedPrompt, list_prompts, parse_prompt
+from llm.engine.prompts import ParsedPrompt, Tokenization, list_prompts, parse_prompt
 from llm.engine.rows import AnyRow, RefusedRow, Row, check_prompt, rows_only
 from llm.engine.step import PoolingRow
-from llm.engine.tokenization import Tokenization
 from llm.errors import PromptTooLongError, ValidationError, nearest
 from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams

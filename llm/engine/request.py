@@ -11,8 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from llm.engine.adapter_slots import NO_SLOT, Adapter
-from llm.engine.step import PoolingRow
+from llm.engine.step import NO_SLOT, Adapter, PoolingRow
 from llm.outputs import RequestStateStats
 from llm.sampling_params import RepetitionDetectionParams, SamplingParams
 

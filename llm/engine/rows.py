@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from llm.base.checks import refuse
 from llm.config.engine import ModelConfig
-from llm.engine.adapter_slots import Adapter
 from llm.engine.prompts import ParsedPrompt
-from llm.engine.step import PoolingRow
+from llm.engine.step import Adapter, PoolingRow
 from llm.errors import EmptyPromptError, PromptTooLongError, TokenOutOfRangeError, ValidationError
 from llm.sampling_params import SamplingParams
 from llm.tokenizer import Tokenizer

@@ -8,16 +8,15 @@ process.
 from __future__ import annotations
 
 import bisect
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 
 from llm.config.engine import SchedulerConfig
-from llm.engine.adapter_slots import AdapterSlots
 from llm.engine.block_manager import BlockManager, StateSnapshots
 from llm.engine.boundary import RunnerPlan
-from llm.engine.kv_cache import group_states
 from llm.engine.request import Request, RequestStatus
-from llm.engine.step import NewRow, RunnerOutput, SchedulerOutput
+from llm.engine.step import NO_SLOT, Adapter, NewRow, RunnerOutput, SchedulerOutput
+from llm.forward import group_states
 
 # Tokens of a step with drafts, of a model with recurrent states.
 _MOST_WITH_DRAFTS = 128
@@ -261,3 +260,44 @@ def scheduler_maker(plan: RunnerPlan) -> Callable[[], Scheduler]:
         return Scheduler(config.scheduler_config, blocks, max_loras)
 
     return make_scheduler
+
+
+class AdapterSlots:
+    """`count` slots, numbered from 1; an adapter that no running request uses keeps its slot until it is needed."""
+
+    def __init__(self, count: int) -> None:
+        self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, the least recently used first
+        self._users: Counter[str] = Counter()
+        self._free = list(range(count, NO_SLOT, -1))
+
+    def has_room(self, adapter: Adapter | None) -> bool:
+        """Whether `take` has a slot for it."""
+        return (
+            adapter is None or adapter.digest in self._slots or bool(self._free) or len(self._users) < len(self._slots)
+        )
+
+    def take(self, adapter: Adapter | None) -> int:
+        """The slot for one more request with this adapter; the caller has asked `has_room`."""
+        if adapter is None:
+            return NO_SLOT
+        digest = adapter.digest
+        slot = self._slots.pop(digest, None)
+        if slot is None:
+            slot = self._free.pop() if self._free else self._evict()
+        self._slots[digest] = slot
+        self._users[digest] += 1
+        return slot
+
+    def release(self, adapter: Adapter | None) -> None:
+        if adapter is not None:
+            self._users[adapter.digest] -= 1
+            if not self._users[adapter.digest]:
+                del self._users[adapter.digest]
+
+    def users(self) -> dict[str, int]:
+        """Digest -> running requests."""
+        return dict(self._users)
+
+    def _evict(self) -> int:
+        unused = next(digest for digest in self._slots if digest not in self._users)
+        return self._slots.pop(unused)

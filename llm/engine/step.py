@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llm.engine.adapter_slots import Adapter
+from llm.inputs import LoRARequest
 from llm.sampling.logprobs import TokenLogprobs
 from llm.sampling_params import SamplingParams
 
@@ -114,3 +114,19 @@ class RunnerOutput:
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     pooled: dict[str, np.ndarray] = field(default_factory=dict)
     model_seconds: float = 0.0
+
+
+NO_SLOT = 0
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter whose files were checked against the model.
+
+    Attributes:
+        request: as the user named it.
+        digest: of its files; adapters of equal digest are one, whatever their names are.
+    """
+
+    request: LoRARequest
+    digest: str

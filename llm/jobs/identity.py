@@ -15,8 +15,8 @@ import torch
 from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.config.engine import EngineArgs, EngineConfig
+from llm.engine.boundary import PoolingPlan
 from llm.engine.interrupt import InterruptGuard
-from llm.engine.pooler import PoolingPlan
 from llm.engine.rows import AnyRow, RefusedRow
 from llm.errors import ValidationError
 from llm.loading.adapters.folder import AdapterFolder

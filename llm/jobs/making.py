@@ -19,8 +19,8 @@ from llm.api.adapters import give_adapters
 from llm.api.flow import FlowHost
 from llm.api.ranking import asked_text
 from llm.base.text import clip
+from llm.engine.boundary import QWEN3_RERANKER
 from llm.engine.engine import Engine
-from llm.engine.pooler import QWEN3_RERANKER
 from llm.engine.pooling_rows import PoolingRows, Prefix
 from llm.engine.preprocess import Place, Preprocessor
 from llm.engine.rows import AnyRow, RefusedRow

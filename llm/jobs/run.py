@@ -20,7 +20,7 @@ from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice, check_flag, refuse
 from llm.base.text import list_names, quote
 from llm.base.types import JsonObject
-from llm.engine.pooler import PoolingPlan
+from llm.engine.boundary import PoolingPlan
 from llm.engine.progress import check_use_tqdm
 from llm.engine.rows import ON_TOO_LONG
 from llm.errors import JobError, ValidationError

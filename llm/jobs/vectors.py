@@ -14,7 +14,7 @@ import numpy as np
 
 from llm.base.checks import check_choice
 from llm.base.types import JsonObject
-from llm.engine.pooler import PoolingPlan
+from llm.engine.boundary import PoolingPlan
 from llm.errors import ValidationError
 from llm.inputs import LoRARequest
 from llm.jobs.adapters import JobAdapters

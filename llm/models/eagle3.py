@@ -1,7 +1,7 @@
 """EAGLE-3: a head with one layer of Llama's, in a folder of its own, that drafts tokens for another model.
 
 It reads the target's hidden states at three places between its layers. Its LM head may have a smaller vocabulary. The
-layout is that of vLLM and SGLang; `llm.engine.speculation.head` runs it.
+layout is that of vLLM and SGLang; `llm.runner.speculation.head` runs it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Eagle3Layer(DecoderLayer):
 
 
 class Eagle3ForCausalLM(Patchable):
-    """Has the class attributes of `llm.models.interface.CausalLM`, and is a `llm.engine.speculation.head.DraftHead`."""
+    """Has the class attributes of `llm.models.interface.CausalLM`, and is a `llm.runner.speculation.head.DraftHead`."""
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from llm.base.types import JsonObject
 from llm.config.defaults import library_defaults
-from llm.engine.inspection import LayerReport
+from llm.engine.boundary import LayerReport
 from llm.errors import LLMError, ValidationError
 from llm.quantization.quantizer import far_layers
 from llm.quantize.measure import (

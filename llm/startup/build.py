@@ -14,24 +14,24 @@ from llm.config.engine import EngineArgs
 from llm.engine.boundary import RunnerPlan
 from llm.engine.calibrate import calibrate
 from llm.engine.engine import Engine
-from llm.engine.extensions import (
+from llm.engine.scheduler import scheduler_maker
+from llm.kernels.select import backend_for
+from llm.platforms import Platform, select_platform
+from llm.plugins import load_class, load_general_plugins
+from llm.quantization.configs.online import OnlineConfig
+from llm.runner.model_runner import ModelRunner
+from llm.sampling.logits_processors.loading import load_logits_processors
+from llm.sampling_params import SamplingParams
+from llm.startup.adapters import merged_adapter
+from llm.startup.draft import draft_args, with_draft
+from llm.startup.eagle3 import eagle3_args, read_eagle3, with_eagle3
+from llm.startup.extensions import (
     check_operations,
     check_quantization,
     let_platform_update,
     reasons_of_update,
     without_broken_platforms,
 )
-from llm.engine.model_runner import ModelRunner
-from llm.engine.scheduler import scheduler_maker
-from llm.kernels.select import backend_for
-from llm.platforms import Platform, select_platform
-from llm.plugins import load_class, load_general_plugins
-from llm.quantization.configs.online import OnlineConfig
-from llm.sampling.logits_processors.loading import load_logits_processors
-from llm.sampling_params import SamplingParams
-from llm.startup.adapters import merged_adapter
-from llm.startup.draft import draft_args, with_draft
-from llm.startup.eagle3 import eagle3_args, read_eagle3, with_eagle3
 from llm.startup.own_texts import own_texts, refuse_pooling
 from llm.startup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons
 from llm.startup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from llm.config.engine import EngineArgs
 from llm.engine.boundary import RunnerPlan
-from llm.engine.speculation.pace import MOST_ROWS
 from llm.errors import OutOfMemoryError, ValidationError
 from llm.kernels.backend import Backend
 from llm.platforms import Platform
+from llm.runner.speculation.pace import MOST_ROWS
 from llm.startup.plan import make_plan
 from llm.startup.source import ReadModel, read_tokenizer
 from llm.tokenizer import Tokenizer

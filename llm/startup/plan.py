@@ -38,9 +38,7 @@ from llm.config.plan import (
     resolve_dtype,
 )
 from llm.config.speculative import SpeculativeConfig
-from llm.engine.boundary import RunnerPlan
-from llm.engine.extensions import kv_cache_specs
-from llm.engine.pooler import PoolingPlan
+from llm.engine.boundary import PoolingPlan, RunnerPlan
 from llm.errors import OutOfMemoryError
 from llm.forward import StateSpec
 from llm.kernels.backend import Backend
@@ -57,6 +55,7 @@ from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.startup.absorbed import widened_bytes
 from llm.startup.adapters import adapter_reasons, plan_adapters
 from llm.startup.drafts import choose_speculation
+from llm.startup.extensions import kv_cache_specs
 from llm.startup.kv_cache import check_cache, choose_cache_dtype
 from llm.startup.longest import longest_sequence
 from llm.startup.snapshots import snapshot_interval, snapshot_reasons

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from llm.base.checks import refuse
 from llm.config.engine import EngineArgs
-from llm.engine.pooler import QWEN3_RERANKER, PoolingPlan
+from llm.engine.boundary import QWEN3_RERANKER, PoolingPlan
 from llm.errors import CheckpointError, UnsupportedModelError
 from llm.loading.resolve import is_hub_name
 from llm.loading.sentence_transformers import (

@@ -13,15 +13,14 @@ from llm.base.types import JsonObject
 from llm.config.compilation import CompilationConfig
 from llm.config.defaults import library_defaults
 from llm.config.engine import GIB, EngineArgs
-from llm.engine.boundary import RunnerPlan
-from llm.engine.cost import Rates
-from llm.engine.extensions import let_platform_update, without_broken_platforms
+from llm.engine.boundary import Rates, RunnerPlan
 from llm.errors import LLMError, OutOfMemoryError
 from llm.kernels.select import backend_for
 from llm.loading.headers import without_weights
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
 from llm.quantization.configs.online import OnlineConfig
+from llm.startup.extensions import let_platform_update, without_broken_platforms
 from llm.startup.plan import make_plan, weight_bytes_in_memory
 from llm.startup.sizes import ModelSizes
 from llm.startup.source import ReadModel, check_supported, read_model

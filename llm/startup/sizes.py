@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from llm.base.construction import constructing_for
-from llm.engine.boundary import RunnerPlan
-from llm.engine.cost import ModelCost, count_model
+from llm.engine.boundary import ModelCost, RunnerPlan
 from llm.errors import ValidationError
 from llm.layers.parallel import SINGLE
 from llm.loading.loader import stored_as
@@ -25,6 +24,7 @@ from llm.quantization.base import QuantizationConfig
 from llm.quantization.configs.online import RECIPES, OnlineConfig
 from llm.quantization.schemes.method import IntegerMethod
 from llm.quantization.storage.streamed import StreamedStorage
+from llm.runner.cost import count_model
 
 # Rows that are packed for a layer's bytes per row; a multiple of every kernel's tile.
 _ROWS = 64

@@ -18,7 +18,7 @@ import torch
 from llm.base.checks import refuse
 from llm.base.types import JsonObject
 from llm.config.engine import DTYPES, EngineArgs
-from llm.engine.pooler import PoolingPlan
+from llm.engine.boundary import PoolingPlan
 from llm.errors import CheckpointError, ValidationError, nearest
 from llm.loading.checkpoint import TensorInfo
 from llm.loading.gguf.resolve import resolve_gguf

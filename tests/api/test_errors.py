@@ -398,7 +398,7 @@ def test_a_budget_that_cannot_be_allocated(monkeypatch: pytest.MonkeyPatch) -> N
     def allocate(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("llm.engine.model_runner.allocate_kv_caches", allocate)
+    monkeypatch.setattr("llm.runner.model_runner.allocate_kv_caches", allocate)
     with pytest.raises(OutOfMemoryError) as caught:
         LLM(kv_cache_memory_bytes=1 << 24)
     assert complaints(caught.value, "kv_cache_memory_bytes", str(1 << 24)) == []

@@ -17,11 +17,11 @@ from llm.base.replacement import op_registry_oot
 from llm.cli import main
 from llm.config import EngineConfig
 from llm.config.compilation import CompilationConfig
-from llm.engine.extensions import what_varies
 from llm.errors import EngineClosedError, ValidationError
 from llm.explain import HEADINGS, Explanation, Part, explain_model, paths_in_short
 from llm.layers.activation import SiluAndMul
 from llm.layers.norm import RMSNorm
+from llm.runner.inspection import what_varies
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ import bench_experts
 import torch
 
 from llm.bench.calibrate import _read_rate
-from llm.engine.cost import ModelCost
+from llm.engine.boundary import ModelCost
 from llm.kernels.select import backend_for
 from llm.platforms import select_platform
 

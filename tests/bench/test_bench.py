@@ -30,11 +30,12 @@ from llm.bench.shapes import SHAPES
 from llm.bench.tables import as_text
 from llm.bench.workloads import RECIPES, make_workload
 from llm.cli import main
-from llm.engine.cost import AttentionCost, ModelCost, Phase, Rates, count_model, pairs
+from llm.engine.boundary import AttentionCost, ModelCost, Phase, Rates, pairs
 from llm.engine.stats import EngineStats
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model_cls
+from llm.runner.cost import count_model
 
 MILLION, TERA, MB = 1e6, 1e12, 1 << 20
 DELAY = 0.1  # seconds, planted
@@ -326,7 +327,7 @@ def test_profile_finds_time_that_is_not_pytorch_s_and_leaves_nothing_behind(monk
         norm = next(module for module in modules.values() if getattr(module, "name", "") == "rms_norm")
         layer = next(module for name, module in modules.items() if name.endswith("down_proj"))
         now = [0.0]  # a clock that only the planted delays move
-        for module in ("llm.engine.profile", "llm.bench.profile"):
+        for module in ("llm.runner.profile", "llm.bench.profile"):
             monkeypatch.setattr(f"{module}.perf_counter", lambda: now[0])
         for target, attribute in ((norm, "_forward_method"), (layer.quant_method, "apply")):
             slow(monkeypatch, target, attribute, now)

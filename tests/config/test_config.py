@@ -16,10 +16,10 @@ from llm.base.threads import num_threads
 from llm.config.compilation import CompilationMode
 from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineArgs, EngineConfig
 from llm.config.plan import MemoryPlan, choose_snapshot_interval, plan_memory, plan_scheduler
-from llm.engine import model_runner
-from llm.engine.model_runner import ModelRunner
 from llm.errors import OutOfMemoryError, ValidationError
 from llm.platforms import current_platform
+from llm.runner import model_runner
+from llm.runner.model_runner import ModelRunner
 
 MIB = 1 << 20
 

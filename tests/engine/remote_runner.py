@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from llm.engine.runner import Runner
+from llm.engine.boundary import Runner
 from llm.errors import LLMError
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins

@@ -26,13 +26,13 @@ from llm.api import EMBEDDED_MODEL
 from llm.bench.profile import profile
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import EngineArgs
-from llm.engine.model_runner import ModelRunner
-from llm.engine.runner import Runner
+from llm.engine.boundary import Runner
 from llm.kernels.select import backend_for
 from llm.layers.attention import Attention
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.platforms import select_platform
 from llm.platforms.cpu import CpuPlatform
+from llm.runner.model_runner import ModelRunner
 from llm.sampling_params import StructuredOutputsParams
 from llm.startup.build import make_runner
 from llm.startup.plan import make_plan

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from llm.engine import cores
+from llm.engine import stats as cores
 
 needs_linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
 

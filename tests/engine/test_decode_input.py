@@ -14,9 +14,8 @@ from kernel_sets import has_kernels, needs_compiler
 from tiny_models import TINY_MODELS, write_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.engine.batch import InputBatch
-from llm.engine.decode_input import DecodeInput
 from llm.engine.step import NewRow, SchedulerOutput
+from llm.runner.batch import DecodeInput, InputBatch
 
 PROMPTS = [[5, 300, 301, 17], [7, 8], [9], list(range(100, 141))]
 GREEDY = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (6, 12, 24, 30)]

@@ -15,7 +15,7 @@ from test_metamorphic import PREEMPTED, SETTINGS, Case, check_orders
 from tiny_models import TINY_MODELS, VOCAB, make_prompts, one_thread, tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.engine.speculation.head import HeadSource, PlacedHead
+from llm.runner.speculation.head import HeadSource, PlacedHead
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

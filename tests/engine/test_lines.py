@@ -18,8 +18,8 @@ from drafts import KINDS, Answers, FakeProposer, Recorder, drafting, fake
 from embedded import PROMPTS, assert_idle, engine_of, open_llm, run
 
 from llm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from llm.engine.proposer import ComputedStep, Proposer
 from llm.errors import LogitsProcessorError
+from llm.runner.speculation.proposer import ComputedStep, Proposer
 from llm.sampling.logits_processors import NoRepeatNGramLogitsProcessor
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling_params import RepetitionDetectionParams

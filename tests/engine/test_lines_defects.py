@@ -12,12 +12,12 @@ from embedded import PROMPTS, engine_of, open_llm
 from test_lines import SCHEMA, Opened, Workload, assert_same, second_turns
 
 from llm import SamplingParams, StructuredOutputsParams
-from llm.engine import lines
-from llm.engine.batch import InputBatch
 from llm.engine.block_manager import BlockManager
-from llm.engine.lines import LineReader
 from llm.engine.request import Request
 from llm.engine.scheduler import Scheduler
+from llm.runner import logit_rows as lines
+from llm.runner.batch import InputBatch
+from llm.runner.logit_rows import LineReader
 from llm.sampling.penalties import PenaltiesLogitsProcessor
 from llm.sampling.structured.processor import StructuredOutputsLogitsProcessor
 

@@ -21,10 +21,10 @@ from tiny_models import TINY_MODELS, one_thread, tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.engine import scheduler
-from llm.engine.batch import InputBatch
 from llm.engine.block_manager import BlockManager
 from llm.engine.request import Request
 from llm.forward import RecurrentMetadata
+from llm.runner.batch import InputBatch
 
 ROWS = ("llama", "mistral", "qwen2-window", "gemma2", "llama+w8a8")
 

@@ -14,7 +14,8 @@ from adapter_files import LINEAR, add_adapter, write_adapter
 from tiny_models import TinyModel, make_prompts, reference_model, write_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.engine.adapter_slots import Adapter, AdapterSlots
+from llm.engine.scheduler import AdapterSlots
+from llm.engine.step import Adapter
 from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 

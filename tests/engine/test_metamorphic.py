@@ -28,10 +28,10 @@ from tiny_models import SCHEDULED, THOROUGH, TINY_MODELS, TinyModel, make_prompt
 from toy_models import TOYS, toy_model
 
 from llm import LLM, CompletionOutput, RequestOutput, SamplingParams
-from llm.engine.batch import InputBatch
 from llm.engine.block_manager import BlockManager, BlockPool
 from llm.layers.attention import Attention
 from llm.quantization.unquantized import UnquantizedLinearMethod
+from llm.runner.batch import InputBatch
 from llm.sampling.sampler import SamplingRows
 
 # Where no kernels can be compiled PyTorch computes, and rounds differently with the number of rows.

@@ -17,8 +17,8 @@ from embedded import assert_idle, engine_of, open_llm, run
 from kernel_sets import has_kernels
 
 from llm import LLM, RequestOutput, SamplingParams, ValidationError
-from llm.engine import model_runner
 from llm.outputs import FlatLogprobs, Logprob
+from llm.runner import model_runner
 
 PROMPTS = [[5, 300, 301, 17, 1200, 9, 44, 45, 46, 300, 301, 2], [7, 8], [9], list(range(100, 141))]
 WANTED = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=2, ignore_eos=True)

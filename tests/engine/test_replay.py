@@ -17,13 +17,13 @@ from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.base import watch
-from llm.engine import replay
 from llm.kernels.backend import NotRecordable
 from llm.layers.attention.backend import PagedAttention
 from llm.layers.linear import LinearBase
 from llm.layers.norm import RMSNorm
 from llm.models.llama import LlamaForCausalLM
 from llm.quantization.base import PackedLinearMethod
+from llm.runner import recorded as replay
 
 pytestmark = [needs_compiler, pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")]
 KERNELS = kernel_set(ISAS[-1]) if has_kernels() else None

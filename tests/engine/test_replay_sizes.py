@@ -14,9 +14,9 @@ from kernel_sets import ISAS, has_kernels, kernel_set, needs_compiler
 from tiny_models import VOCAB, tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.engine.replay_sizes import MOST_TOKENS, SizedReplay
 from llm.forward import ForwardBatch, RecurrentMetadata
 from llm.kernels.backend import NotRecordable
+from llm.runner.recorded import MOST_TOKENS, SizedReplay
 
 pytestmark = [needs_compiler, pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")]
 KERNELS = kernel_set(ISAS[-1]) if has_kernels() else None

@@ -29,13 +29,11 @@ from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
 from llm.api import EMBEDDED_MODEL
 from llm.config.engine import EngineArgs
 from llm.config.speculative import SpeculativeConfig
-from llm.engine.speculation.draft_model import DraftModelSource
-from llm.engine.speculation.forced import ForcedSource
-from llm.engine.speculation.ngram import NgramSource
-from llm.engine.speculation.pace import Chances, Choice, StepTimes, choose
-from llm.engine.speculation.speculator import Speculator
-from llm.engine.speculation.suffix_automaton import SuffixAutomaton
 from llm.errors import OutOfMemoryError
+from llm.runner.speculation.draft_model import DraftModelSource
+from llm.runner.speculation.lookup import ForcedSource, NgramSource, SuffixAutomaton
+from llm.runner.speculation.pace import Chances, Choice, StepTimes, choose
+from llm.runner.speculation.speculator import Speculator
 
 
 class Eager(Speculator):

@@ -16,11 +16,11 @@ from llm.base.custom_op import CustomOp, PluggableLayer, check_registered
 from llm.base.replacement import op_registry, op_registry_oot
 from llm.config.compilation import CompilationConfig, CompilationMode, notes
 from llm.config.engine import EngineConfig
-from llm.engine.extensions import what_varies
 from llm.errors import LLMError, ValidationError
 from llm.explain import explain_model
 from llm.layers.embedding import ParallelLMHead
 from llm.platforms.interface import Platform
+from llm.runner.inspection import what_varies
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,6 @@ from torch import nn
 
 from llm import SamplingParams
 from llm.base.construction import constructing_for
-from llm.engine.extensions import what_varies
 from llm.errors import UnsupportedModelError, ValidationError
 from llm.layers.moe import (
     FusedMoE,
@@ -32,6 +31,7 @@ from llm.quantization import registry
 from llm.quantization.base import FusedMoEMethodBase, QuantizationConfig
 from llm.quantization.registry import register_quantization_config
 from llm.quantization.unquantized import new_parameter
+from llm.runner.inspection import what_varies
 
 E, K, H, INNER = 6, 3, 40, 24
 TOLERANCE = 0.0 if has_kernels() else 1e-5

@@ -30,11 +30,11 @@ from toy_models import (
 )
 
 from llm import LLM, SamplingParams
-from llm.engine.proposer import ComputedStep, Proposer
 from llm.forward import KVCacheSpec, LatentCacheSpec, RecurrentSpec, StateSpec
 from llm.layers.parallel import SINGLE
 from llm.models.decoder import DecoderConfig, DecoderForCausalLM, LayerConfig
 from llm.models.interface import BuildOptions
+from llm.runner.speculation.proposer import ComputedStep, Proposer
 
 OPTIONS = BuildOptions(64, torch.float32)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

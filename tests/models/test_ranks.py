@@ -18,7 +18,6 @@ from tiny_models import TINY_MODELS, make_prompts, one_thread, write_checkpoint
 
 from llm.base.construction import constructing_for
 from llm.config.compilation import CompilationConfig
-from llm.engine.kv_cache import allocate_kv_caches
 from llm.forward import AttentionMetadata, ForwardBatch
 from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend
@@ -31,6 +30,7 @@ from llm.models.decoder.part import BuildContext
 from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model_cls
 from llm.platforms import select_platform
+from llm.runner.kv_cache import allocate_kv_caches
 
 BLOCK_SIZE = 4
 TOLERANCE = 1e-4

@@ -264,7 +264,7 @@ def test_the_registries_are_empty_between_tests() -> None:
 
 NPU = """
 import torch
-from llm.engine.model_runner import ModelRunner
+from llm.runner.model_runner import ModelRunner
 from llm.layers.norm import RMSNorm
 from llm.model_executor.custom_op import CustomOp
 from llm.platforms import Platform, PlatformEnum

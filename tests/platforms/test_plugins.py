@@ -16,11 +16,11 @@ from embedded import GREEDY, PROMPTS, open_llm, run, tokens
 from plugin_packages import in_plugin_process, install, install_platform, pip_install
 
 from llm import plugins
-from llm.engine.extensions import kv_cache_specs, let_platform_update
-from llm.engine.model_runner import ModelRunner
 from llm.errors import LLMError, PluginError, ValidationError
 from llm.platforms import CpuPlatform, Platform, select_platform
 from llm.plugins import CONTRACT_VERSION, GENERAL_PLUGINS, PLATFORM_PLUGINS, load_class
+from llm.runner.model_runner import ModelRunner
+from llm.startup.extensions import kv_cache_specs, let_platform_update
 
 COUNTING = "calls = []\ndef register(): calls.append(1)\n"
 
@@ -193,7 +193,7 @@ def check_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFix
 
 
 def test_the_base_of_a_class_path_is_checked() -> None:
-    assert load_class("llm.engine.model_runner.ModelRunner", ModelRunner, "a test") is ModelRunner
+    assert load_class("llm.runner.model_runner.ModelRunner", ModelRunner, "a test") is ModelRunner
     with pytest.raises(PluginError, match=r"a test names .* does not derive from llm\.engine\.model_runner"):
         load_class("llm.platforms.cpu.CpuPlatform", ModelRunner, "a test")
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm.engine.batch import InputBatch
 from llm.engine.step import NewRow, SchedulerOutput
+from llm.runner.batch import InputBatch
 from llm.sampling.logits_processors import BatchUpdate, MoveDirectionality
 from llm.sampling_params import SamplingParams
 
@@ -150,7 +150,7 @@ def move_untold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def newest_place_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llm.engine.batch.BatchUpdateBuilder.pop_removed", lambda self: None)
+    monkeypatch.setattr("llm.runner.batch.BatchUpdateBuilder.pop_removed", lambda self: None)
 
 
 @pytest.mark.parametrize("plant", [stale_copy_of_the_output, move_untold, newest_place_first])

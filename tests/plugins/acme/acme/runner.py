@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from llm.engine.model_runner import ModelRunner
 from llm.forward import ForwardBatch
+from llm.runner.model_runner import ModelRunner
 
 
 class AcmeModelRunner(ModelRunner):

@@ -1,39 +1,57 @@
-"""Reading and writing blocks and slots of the KV cache and of recurrent states, for the prompt cache on disk.
+"""The tensors that block tables and slots index.
 
-Owns where a block is in a tensor. An attention backend lays out its tensors as it likes, as long as one dimension
-grows with the number of blocks and has them in order: the shapes for several numbers of blocks show which.
+Owns grouping states by their specs. The backend allocates the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from llm.engine.boundary import RunnerPlan
-from llm.engine.kv_cache import SLOTS
+from llm.engine.boundary import CachePart, RunnerPlan
 from llm.errors import ValidationError
-from llm.forward import KVCacheSpec, LatentCacheSpec, PagedSpec
+from llm.forward import SLOTS, KVCacheSpec, LatentCacheSpec, PagedSpec, RecurrentSpec
+from llm.kernels.backend import Backend
 from llm.layers.attention import attention_backend
 from llm.platforms.interface import Platform
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+def allocate_kv_caches(
+    specs: Sequence[PagedSpec],
+    num_blocks: int,
+    block_size: int,
+    kv_cache_shapes: Callable[..., Any],
+    backend: Backend,
+) -> list[tuple[torch.Tensor, ...]]:
+    """The zeroed tensors of each state: (key cache, value cache), or (latent cache,).
 
-@dataclass(frozen=True)
-class CachePart:
-    """One tensor of a state, as rows.
-
-    Attributes:
-        group: whose blocks a row is of; `SLOTS`: a row is of a slot.
-        shape: of a row.
-        dtype: an integer type of the same width: rows are copied as bits.
+    `num_blocks` includes the null block; `kv_cache_shapes(spec, num_blocks, block_size)` is the attention backend's.
     """
+    caches: list[tuple[torch.Tensor, ...]] = []
+    for spec in specs:
+        if isinstance(spec, LatentCacheSpec):
+            caches.append((backend.kv_cache(spec.shape(num_blocks, block_size), spec.dtype),))
+        else:
+            keys, values = kv_cache_shapes(spec, num_blocks, block_size)
+            caches.append((backend.kv_cache(keys, spec.dtype), backend.kv_cache(values, spec.dtype)))
+    return caches
 
-    group: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+
+def allocate_recurrent_states(
+    specs: Sequence[RecurrentSpec], num_slots: int, backend: Backend
+) -> list[tuple[torch.Tensor, ...]]:
+    """The zeroed tensors of each state, [num_slots, ...]; `num_slots` includes the null slot."""
+    return [
+        tuple(
+            backend.kv_cache((num_slots, *shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        )
+        for spec in specs
+    ]
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CacheRows:

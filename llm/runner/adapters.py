@@ -16,7 +16,7 @@ from torch import nn
 
 from llm.base.text import list_names
 from llm.config.parts import LoRAConfig
-from llm.engine.adapter_slots import Adapter
+from llm.engine.step import Adapter
 from llm.errors import CheckpointError
 from llm.kernels.backend import Backend
 from llm.kernels.lora import LoraTerm, LoraTerms

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from llm.engine.batch import InputBatch
-from llm.engine.recorded_head import Scores
 from llm.engine.step import RunnerOutput
-from llm.engine.step_input import Drafts, Lines
 from llm.errors import LogitsProcessorError
+from llm.runner.batch import Drafts, InputBatch, Lines
+from llm.runner.recorded import Scores
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, select_lines
 from llm.sampling.sampler import Sampler, SamplerOutput

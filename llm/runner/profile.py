@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,12 +17,12 @@ import torch
 from torch import nn
 
 from llm.base.custom_op import CustomOp
-from llm.engine.batch import InputBatch
-from llm.engine.cost import Phase, attention_cost, matrix_sizes, pairs, stored_tensors
+from llm.engine.boundary import Phase, ProfileRow, pairs
 from llm.engine.step import RunnerOutput, SchedulerOutput
-from llm.engine.step_input import StepInput
 from llm.layers.attention import Attention, LatentAttention
 from llm.layers.moe import FusedMoE
+from llm.runner.batch import InputBatch, StepInput
+from llm.runner.cost import attention_cost, matrix_sizes, stored_tensors
 
 OPERATION, MODEL, ENGINE = "operation", "model", "engine"
 PREFILL, DECODE = "prefill", "decode"
@@ -34,29 +33,6 @@ _ABSENT = object()
 Work = Callable[[tuple[object, ...]], Phase]
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclass
-class PhaseTime:
-    """One table row in one phase. A step is prefill if any of its requests computes more than one token."""
-
-    calls: int = 0
-    seconds: float = 0.0
-    work: Phase = field(default_factory=Phase)
-
-
-@dataclass
-class ProfileRow:
-    """A table row. `kind`: "operation", "model" (between operations) or "engine" (scheduler, batches, outputs)."""
-
-    name: str
-    kind: str
-    prefill: PhaseTime = field(default_factory=PhaseTime)
-    decode: PhaseTime = field(default_factory=PhaseTime)
-
-    @property
-    def seconds(self) -> float:
-        return self.prefill.seconds + self.decode.seconds
 
 
 class Recorder:

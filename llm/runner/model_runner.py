@@ -6,42 +6,54 @@ Owns the weights, the KV tensors, the persistent batch and the sampler. It gets 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from llm.base.construction import constructing_for
 from llm.base.phases import PhaseTimes
 from llm.base.threads import serial_pytorch
 from llm.config.defaults import library_defaults
 from llm.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
-from llm.engine.adapters import ModelAdapters
-from llm.engine.batch import InputBatch
 from llm.engine.boundary import Loaded, RunnerPlan
-from llm.engine.build_model import build_model, constructing, fill_model, weight_file
-from llm.engine.cache_rows import CacheRows
-from llm.engine.extensions import held_otherwise, what_varies
-from llm.engine.inspection import ModelInspection
-from llm.engine.kv_cache import SLOTS, allocate_kv_caches, allocate_recurrent_states, group_states
-from llm.engine.lines import LineReader
-from llm.engine.pooler import Pooler
-from llm.engine.proposer import Proposer, propose
-from llm.engine.recorded_head import RecordedHead, Scores
-from llm.engine.replay import DecodeReplay
-from llm.engine.speculation.head import HeadSource, PlacedHead, own_blocks
-from llm.engine.speculation.make import make_proposer
 from llm.engine.step import RunnerOutput, SchedulerOutput
-from llm.engine.step_input import StepInput
 from llm.errors import OutOfMemoryError, ValidationError
-from llm.forward import ForwardBatch, KVCacheSpec, PagedSpec, RecurrentSpec, StateSpec, all_roll_back
+from llm.forward import (
+    SLOTS,
+    ForwardBatch,
+    KVCacheSpec,
+    PagedSpec,
+    RecurrentSpec,
+    StateSpec,
+    all_roll_back,
+    group_states,
+)
 from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend
-from llm.loading.loader import weights_changed
+from llm.layers.parallel import tensor_parallel
+from llm.loading.adapters.folder import AdapterFolder
+from llm.loading.adapters.merge import MergedTensors
+from llm.loading.loader import load_dummy_weights, load_weights, weights_changed
+from llm.loading.weight_file import WeightFile
+from llm.loading.weight_map import Target, stored_name
 from llm.models.eagle3 import Eagle3ForCausalLM
 from llm.platforms.interface import Platform
+from llm.runner.adapters import ModelAdapters
+from llm.runner.batch import InputBatch, StepInput
+from llm.runner.inspection import ModelInspection, held_otherwise, what_varies
+from llm.runner.kv_cache import CacheRows, allocate_kv_caches, allocate_recurrent_states
+from llm.runner.logit_rows import LineReader
+from llm.runner.pooler import Pooler
+from llm.runner.recorded import DecodeReplay, RecordedHead, Scores
+from llm.runner.speculation.head import HeadSource, PlacedHead, own_blocks
+from llm.runner.speculation.proposer import Proposer, propose
+from llm.runner.speculation.speculator import make_proposer
 from llm.sampling.forced import ForcedSampler
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
@@ -385,3 +397,86 @@ class ModelRunner(ModelInspection, CacheRows):
             hidden = self.backend.op("select_rows")(hidden, step.forward_batch.logits_indices)
         reader.read(hidden, step.lines, result)
         self.batch.settle(step)
+
+
+def weight_file(plan: RunnerPlan, platform: Platform) -> WeightFile | None:
+    """The file of the weights that memory has no room for; None: all of them stay in memory."""
+    offload = plan.config.offload_config
+    if not offload.offload_weights:
+        return None
+    return WeightFile(Path(offload.offload_folder), offload.resident_weight_bytes, platform.release_memory)
+
+
+def constructing(plan: RunnerPlan, platform: Platform, file: WeightFile | None = None) -> AbstractContextManager[None]:
+    """Layers constructed inside this context are bound as those of the plan's model."""
+    may_round = plan.store_as is torch.bfloat16
+    return constructing_for(platform, plan.config.compilation_config, may_round=may_round, weights=file)
+
+
+def build_model(plan: RunnerPlan, platform: Platform, file: WeightFile | None = None) -> Any:
+    """The model with empty weights; raises `ValidationError` for a setting of the user that matched no layer."""
+    quant_config = plan.config.quant_config
+    if quant_config is not None:
+        renames = getattr(plan.model_class, "renames", ())
+        names = plan.source.tensors().tensors if plan.has_weights else ()
+        modules = {name.rpartition(".")[0] for name in names}
+        quant_config.packed_modules_mapping = getattr(plan.model_class, "packed_modules_mapping", {})
+        quant_config.apply_mapper(lambda name: stored_name(name, renames, modules))
+        if plan.has_weights:
+            quant_config.describe_tensors({name: info.shape for name, info in plan.source.tensors().tensors.items()})
+    with constructing(plan, platform, file), _told_of_memory():
+        tp = tensor_parallel(platform, plan.rank, plan.tp_size)
+        model = plan.model_class(plan.architecture, plan.build_options(tp))
+        if quant_config is not None:
+            quant_config.check_used()
+            quant_config.prepare_model(model)
+        if file is not None:
+            file.divide(model, plan.config.offload_config.planned_weight_bytes)
+        return model
+
+
+def fill_model(
+    plan: RunnerPlan, platform: Platform, model: Any, file: WeightFile | None = None
+) -> Mapping[str, Target]:
+    """Load the weights or make random ones. Returns the target of each checkpoint tensor, empty for random weights."""
+    adapter = None if plan.merge_lora is None else AdapterFolder(plan.merge_lora)
+    try:
+        if not plan.has_weights:
+            if file is None:
+                _check_dummy_weights_fit(model, platform.memory_free())
+            with _told_of_memory():
+                load_dummy_weights(model, plan.config.model_config.seed, pack_early=file is not None)
+            return {}
+        tensors = plan.source.tensors()
+        return load_weights(
+            model,
+            tensors if adapter is None else MergedTensors(tensors, adapter, model),
+            show_progress=plan.show_progress,
+            quant_config=plan.config.quant_config,
+            store_as=plan.store_as,
+            pack_early=file is not None,
+        )
+    finally:
+        if adapter is not None:
+            adapter.close()
+        plan.source.close()
+        if file is not None:
+            file.close()
+
+
+@contextmanager
+def _told_of_memory() -> Iterator[None]:
+    """Turn PyTorch's failed allocations, which are plain RuntimeErrors, into ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise OutOfMemoryError("the model's weights cannot be allocated: there is not enough memory.") from error
+
+
+def _check_dummy_weights_fit(model: Any, free: int) -> None:
+    """Called before weights are written. Weights that are quantized on load are on the meta device and count as 0."""
+    needed = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    if needed > free:
+        raise OutOfMemoryError(f"the model's weights take {needed} bytes and {free} are free.")

@@ -10,94 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from llm.engine.boundary import AttentionCost, ModelCost
 from llm.forward import StateSpec
 from llm.kernels.weight import ExpertWeights, Weight
 from llm.layers.attention import Attention, LatentAttention
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.linear import LinearBase
 from llm.layers.moe import FusedMoE
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The machine's rates: bytes read per second, float32 operations per second (a multiply-add is two)."""
-
-    bytes_per_s: float
-    operations_per_s: float
-
-
-@dataclass(frozen=True)
-class Phase:
-    """The cost of one phase (prefill or decode) of a workload."""
-
-    operations: int = 0
-    bytes_read: int = 0
-
-    def __add__(self, other: Phase) -> Phase:
-        return Phase(self.operations + other.operations, self.bytes_read + other.bytes_read)
-
-    def floor_seconds(self, rates: Rates) -> float:
-        return max(self.operations / rates.operations_per_s, self.bytes_read / rates.bytes_per_s)
-
-
-@dataclass(frozen=True)
-class AttentionCost:
-    """One attention layer: operations per query-key pair, KV cache bytes per token, sliding window."""
-
-    operations_per_pair: int
-    bytes_per_token: int
-    window: int | None
-
-
-@dataclass(frozen=True)
-class ModelCost:
-    """The sizes of a model.
-
-    Attributes:
-        parameters: elements of all weights, a tied table once.
-        linear_weights: elements of the linear layers' weights that each token meets.
-        head_weights: elements of the LM head's weight.
-        bytes_per_step: stored bytes that each step reads, whatever its batch size: all but an untied embedding and
-            the experts that a token does not choose.
-        chosen_bytes: those of them of the experts that a token chooses: others than the step before read.
-        weight_bytes: stored bytes of all weights.
-        attention: number of layers of each kind of attention.
-        state_bytes: of one request's recurrent states in all layers.
-        arithmetic: (kind of weight, activations) of the GEMMs that round their activations.
-    """
-
-    parameters: int
-    linear_weights: int
-    head_weights: int
-    bytes_per_step: int
-    weight_bytes: int
-    attention: Counter[AttentionCost] = field(default_factory=Counter)
-    state_bytes: int = 0
-    arithmetic: frozenset[tuple[str, str]] = frozenset()
-    chosen_bytes: int = 0
-
-    def operations(self, spans: list[tuple[int, int]], sampled: int) -> int:
-        """Operations for requests that compute positions start to end - 1 and sample `sampled` tokens in all."""
-        tokens = sum(end - start for start, end in spans)
-        scores = sum(
-            count * layer.operations_per_pair * pairs(*span, layer.window)
-            for layer, count in self.attention.items()
-            for span in spans
-        )
-        return 2 * (self.linear_weights * tokens + self.head_weights * sampled) + scores
-
-    def kv_bytes(self, spans: list[tuple[int, int]]) -> int:
-        """KV cache bytes read when these positions are computed one by one."""
-        return sum(
-            count * layer.bytes_per_token * pairs(*span, layer.window)
-            for layer, count in self.attention.items()
-            for span in spans
-        )
 
 
 def count_model(model: nn.Module, kv_cache_dtype: torch.dtype, states: Sequence[StateSpec] = ()) -> ModelCost:
@@ -165,13 +88,6 @@ def matrix_sizes(layer: nn.Module) -> tuple[int, int] | None:
 def attention_cost(layer: Attention | LatentAttention, kv_cache_dtype: torch.dtype) -> AttentionCost:
     bytes_per_token = layer.kv_cache_spec(kv_cache_dtype).bytes_per_token()
     return AttentionCost(layer.operations_per_pair, bytes_per_token, layer.sliding_window)
-
-
-def pairs(start: int, end: int, window: int | None) -> int:
-    """Query-key pairs of positions start to end - 1; position p attends to min(p + 1, window) keys."""
-    bend = end if window is None else min(max(window, start), end)
-    triangle = (bend * (bend + 1) - start * (start + 1)) // 2
-    return triangle + (end - bend) * (window or 0)
 
 
 def _stored_bytes(modules: Iterator[nn.Module]) -> int:

@@ -22,11 +22,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from llm.engine.batch import InputBatch
-from llm.engine.proposer import ComputedStep
-from llm.engine.speculation.pace import MOST_ROWS
-from llm.engine.speculation.source import Offer, Source
 from llm.forward import AttentionMetadata, ForwardBatch
+from llm.runner.batch import InputBatch
+from llm.runner.speculation.pace import MOST_ROWS
+from llm.runner.speculation.proposer import ComputedStep, Offer, Source
 from llm.sampling.logprobs import NO_LOGPROBS
 from llm.sampling.sampler import Sampler, SamplingRows
 

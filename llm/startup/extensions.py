@@ -8,31 +8,24 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import nn
 
 import llm.layers
-from llm.base.custom_op import CustomOp, check_registered
-from llm.base.replacement import op_registry, replaced_class, replacement_reason
+from llm.base.custom_op import check_registered
+from llm.base.replacement import op_registry
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import EngineArgs
 from llm.errors import PluginError, ValidationError
 from llm.forward import StateSpec
-from llm.layers.attention import Attention
-from llm.layers.attention.backend import PagedAttention
-from llm.layers.moe import FusedMoE
 from llm.platforms import is_by_name
 from llm.platforms.interface import Platform, supported_dtypes
 from llm.platforms.vllm_hooks import update_config
 from llm.plugins import leave_out
-from llm.quantization.absorbed import AbsorbedLinearMethod
 from llm.quantization.base import QuantizationConfig
-from llm.quantization.quantizer import far_layers
 
 T = TypeVar("T")
 
@@ -62,49 +55,6 @@ def check_operations(compilation: CompilationConfig) -> None:
         for module in pkgutil.walk_packages(llm.layers.__path__, "llm.layers."):
             importlib.import_module(module.name)
     check_registered(compilation)
-
-
-def what_varies(model: nn.Module) -> str | None:
-    """Why answers may depend on the batch: something other than the backend's kernels computes a layer; None if not.
-
-    `Backend.invariant` says whether those kernels are batch-invariant.
-    """
-    own: str | None = getattr(model, "varies", None)
-    if own is not None:
-        return own
-    for module in model.modules():
-        if replaced_class(type(module)) is not None:
-            return replacement_reason(type(module))
-        if isinstance(module, CustomOp) and type(module).dispatch_forward is not CustomOp.dispatch_forward:
-            return f"{type(module).__name__} chooses its method itself"
-        if isinstance(module, CustomOp) and module.binding.is_off:
-            return f"{module.name} is {module.binding.reason}: PyTorch's own operations compute it"
-        if isinstance(module, FusedMoE) and not isinstance(module.custom_routing_function, CustomOp | None):
-            return "a custom_routing_function chooses experts"
-        if isinstance(module, Attention) and type(module.backend) is not PagedAttention:
-            return f"attention is {type(module.backend).__name__}'s"
-        if isinstance(module, CustomOp) and module.binding.method == "forward_native":
-            return f"{module.name} has no kernel ({module.binding.reason}): PyTorch's own operations compute it"
-        method: Any = getattr(module, "quant_method", None)
-        if method is not None and not method.invariant:
-            return f"{method.scheme or type(method).__name__} has no invariant kernel"
-    return None
-
-
-def held_otherwise(model: nn.Module) -> str:
-    """What `llm.config` tells of how weights are held: which of them in another form than others; "" for nothing."""
-    named = [(name, getattr(module, "quant_method", None)) for name, module in model.named_modules()]
-    methods = [method for _, method in named]
-    stored = dict.fromkeys(method.stored_as for method in methods if isinstance(method, AbsorbedLinearMethod))
-    schemes = ", ".join(filter(None, stored))
-    told = Counter(filter(None, (getattr(method, "told", "") for method in methods)))
-    parts = [f"{count} {'layer' if count == 1 else 'layers'} {what}" for what, count in told.items()]
-    if schemes:
-        parts.append(f"kv_b_proj, {schemes} in the checkpoint, is held as float32: latent attention reads it in parts")
-    storages = [(name, getattr(method, "storage", None)) for name, method in named]
-    measured = [(name, getattr(storage, "signal_to_noise", None)) for name, storage in storages]
-    parts += far_layers([(name, ratio) for name, ratio in measured if ratio is not None])
-    return "; ".join(parts)
 
 
 def let_platform_update(platform: Platform, args: EngineArgs) -> EngineArgs:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
-from llm.engine.batch import InputBatch
+from llm.engine.boundary import Runner
 from llm.engine.request import Request
-from llm.engine.runner import Runner
 from llm.engine.scheduler import Scheduler
-from llm.engine.speculation.source import Offer, Source
+from llm.runner.batch import InputBatch
+from llm.runner.speculation.proposer import Offer, Source
 from llm.sampling_params import SamplingParams
 
 _FADE = 0.9  # what a draft's time keeps of those before

@@ -5,13 +5,17 @@ Owns the order of the sources, and following what became of their drafts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from llm.engine.batch import InputBatch
-from llm.engine.proposer import ComputedStep, Proposer
-from llm.engine.speculation.pace import MOST_ROWS, Chances, Choice, StepTimes, choose
-from llm.engine.speculation.source import Offer, Source
+from llm.config.speculative import SpeculativeConfig
+from llm.engine.boundary import Runner, RunnerPlan
+from llm.engine.scheduler import scheduler_maker
 from llm.engine.step import SchedulerOutput
+from llm.runner.batch import InputBatch
+from llm.runner.speculation.draft_model import DraftModelSource
+from llm.runner.speculation.lookup import ForcedSource, NgramSource
+from llm.runner.speculation.pace import MOST_ROWS, Chances, Choice, StepTimes, choose
+from llm.runner.speculation.proposer import ComputedStep, Offer, Proposer, Source
 
 # After so many steps without drafts, sources are asked at every fourth only, and nothing else is done if none of them
 # has an offer: a step of a small model is soon over.
@@ -121,3 +125,27 @@ def _room(batch: InputBatch, row: int) -> int:
     room = batch.token_ids.shape[1] - int(batch.num_tokens[row])
     most = batch.params[row].max_tokens
     return room if most is None else min(room, most - len(batch.output_token_ids[row]))
+
+
+def make_proposer(
+    config: SpeculativeConfig | None,
+    plan: RunnerPlan,
+    make_runner: Callable[[], Runner],
+    make_head: Callable[[SpeculativeConfig], Source],
+) -> Proposer | None:
+    """Args:
+    plan: the target model's; its `draft` is the draft model's.
+    make_runner: makes a runner for the draft model.
+    make_head: makes the source of a head that reads the target's hidden states.
+    """
+    if config is None:
+        return None
+    source: Source = NgramSource(config.prompt_lookup_min)
+    if config.has_head:
+        source = make_head(config)
+    elif plan.draft is not None:
+        runner = make_runner()
+        runner.load(plan.draft)
+        longest = plan.draft.config.model_config.max_model_len
+        source = DraftModelSource(runner, scheduler_maker(plan.draft), longest, plan.config.model_config.vocab_size)
+    return Speculator((ForcedSource(), source), config.num_speculative_tokens)

@@ -14,55 +14,13 @@ import numpy as np
 import torch
 
 from llm.base.activations import ACTIVATE, normalised
+from llm.engine.boundary import TOKENS, PoolingPlan
 from llm.engine.step import PoolingRow
 from llm.errors import CheckpointError
 from llm.kernels.backend import Backend
 from llm.kernels.weight import Weight
 from llm.loading.checkpoint import Checkpoint
-from llm.loading.sentence_transformers import DenseModule, SentenceModules
-
-QWEN3_RERANKER = "qwen3_reranker"
-TOKENS = "ALL"  # the pooling type that keeps every token's vector
-
-
-@dataclass(frozen=True)
-class PoolingPlan:
-    """What a pooling model makes of hidden states; plain data.
-
-    Attributes:
-        task: "embed" or "classify".
-        is_causal: tokens see those before them only, so that a prompt can be computed in chunks.
-        modules: of an embedder.
-        activation: of class logits: "softmax", "sigmoid" or "identity".
-        labels: the classes' names.
-        has_token_types: the model distinguishes the two texts of a pair.
-        sizes: the Matryoshka sizes of a vector; (): not said.
-        dimensions: channels of a vector that are kept unless a call says otherwise; None: all.
-        hidden_size: of the model.
-        by_token: the classifier is for every token, not for a pooled hidden state.
-        default_task: of `LLM.encode`; "": every token's.
-        recipe: how pairs of texts are asked, `QWEN3_RERANKER`; "": the tokenizer joins them.
-    """
-
-    task: str
-    is_causal: bool
-    modules: SentenceModules
-    activation: str = "softmax"
-    labels: tuple[str, ...] = ()
-    has_token_types: bool = False
-    sizes: tuple[int, ...] = ()
-    dimensions: int | None = None
-    hidden_size: int = 0
-    recipe: str = ""
-    by_token: bool = False
-    default_task: str = ""
-
-    @property
-    def size(self) -> int:
-        """Channels of a vector, or classes."""
-        if self.task == "classify":
-            return len(self.labels)
-        return self.modules.dense[-1].outputs if self.modules.dense else self.hidden_size
+from llm.loading.sentence_transformers import DenseModule
 
 
 class Classifier(Protocol):

@@ -1,26 +1,85 @@
-"""The persistent batch: one batch row per running request, kept between steps.
+"""A step's input: its tokens, and the lines whose logits it needs. `InputBatch` makes it, the runner computes it.
 
-Owns per-row state as NumPy arrays, so that a few vector operations build a step's input for any number of rows. Rows
-are packed: new rows fill the gaps of removed ones, then rows from the end fill the gaps that remain. The changes of a
-step are reported as a `BatchUpdate`, in the order its docstring states.
+Owns no behaviour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from llm.engine.decode_input import DecodeInput
 from llm.engine.step import NewRow, PoolingRow, SchedulerOutput
-from llm.engine.step_input import Drafts, Lines, StepInput
 from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
 from llm.sampling.logits_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality
 from llm.sampling.logits_processors.state import BatchUpdateBuilder
 from llm.sampling.sampler import SamplingRows
 from llm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The drafts that a step verifies.
+
+    Attributes:
+        firsts, ends: int64 [rows that sample], the indices of each one's first line and of that after its last.
+        tokens: int64 [sampled lines], the draft for the token after each line; -1 at a row's last line.
+    """
+
+    firsts: np.ndarray
+    ends: np.ndarray
+    tokens: np.ndarray
+
+
+@dataclass
+class Lines:
+    """The (batch row, position) pairs whose logits a step needs, in the order of `ForwardBatch.logits_indices`.
+
+    The first `num_sampled` lines are sampled, row by row: the row's last known token, then its drafts. A line after a
+    draft counts only if that draft is accepted. The other lines are scored: they give the prompt logprob of the token
+    after them.
+
+    Attributes:
+        rows, positions: int64 [L].
+        drafts: None if every row that samples has one line.
+    """
+
+    rows: np.ndarray
+    positions: np.ndarray
+    num_sampled: int
+    drafts: Drafts | None = None
+
+    @property
+    def sampled_rows(self) -> np.ndarray:
+        """The rows that sample, each once."""
+        return self.rows[: self.num_sampled] if self.drafts is None else self.rows[self.drafts.firsts]
+
+    def num_drafts(self) -> np.ndarray:
+        """int64, the number of drafts of each of `sampled_rows`."""
+        if self.drafts is None:
+            return np.zeros(self.num_sampled, dtype=np.int64)
+        return self.drafts.ends - self.drafts.firsts - 1
+
+
+@dataclass
+class StepInput:
+    """What `InputBatch.build` gives the runner.
+
+    Attributes:
+        rows: int64 [R], the batch row of each scheduled request, increasing.
+        counts: int64 [R], its tokens this step, drafts included.
+        recurrent: of the model's recurrent states; None: it has none.
+    """
+
+    rows: np.ndarray
+    counts: np.ndarray
+    lines: Lines
+    forward_batch: ForwardBatch
+    recurrent: RecurrentMetadata | None = None
+
 
 _EMPTY = ""  # the request id of a gap, within `update`
 
@@ -363,3 +422,63 @@ def _starts(ends: np.ndarray) -> np.ndarray:
     starts = np.zeros(len(ends) + 1, dtype=np.int32)
     starts[1:] = ends
     return starts
+
+
+class DecodeInput:
+    """The input of steps in which every batch row computes its last known token and samples; the device is a CPU.
+
+    Args:
+        step: the first of them, as `InputBatch.build` made it.
+        counts: its plan's `num_scheduled_tokens`.
+
+    Attributes:
+        has_new_blocks: a row was given a block since the last step.
+    """
+
+    def __init__(self, step: StepInput, counts: Mapping[str, int]) -> None:
+        batch = step.forward_batch
+        self._step = step
+        self._counts = counts
+        self._input_ids, self._positions = batch.input_ids.numpy(), batch.positions.numpy()
+        self._metadata: list[AttentionMetadata | RecurrentMetadata] = list(batch.metadata)
+        self._seq_lens = [metadata.seq_lens.numpy() for metadata in self._metadata]
+        self.has_new_blocks = False
+
+    def fits(self, counts: Mapping[str, int]) -> bool:
+        """True if a step with so many tokens is like this one, the rows being the same."""
+        return self._counts == counts
+
+    def fill(self, batch: InputBatch) -> StepInput:
+        """The input of the next step, in the memory of the last one's."""
+        step, positions = self._step, self._positions
+        positions[:] = step.lines.positions[:] = batch.num_computed[: len(positions)]
+        self._input_ids[:] = batch.token_ids[step.rows, positions]
+        lengths = positions + 1
+        listed = lengths.tolist()
+        for metadata, seq_lens in zip(self._metadata, self._seq_lens, strict=True):
+            seq_lens[:] = lengths
+            metadata.seq_lens_list = listed
+        self._place(batch, max(listed))
+        last = step.forward_batch
+        step.forward_batch = ForwardBatch(
+            last.input_ids, last.positions, list(self._metadata), [], last.logits_indices, adapter_ids=last.adapter_ids
+        )
+        return step
+
+    def _place(self, batch: InputBatch, longest: int) -> None:
+        """Where the tokens are in the KV cache."""
+        rows, size = self._step.rows, batch.block_size
+        blocks, offsets = np.divmod(self._positions, size)
+        width = -(-longest // size)
+        for table, metadata in zip(batch.block_tables, self._metadata, strict=False):  # the last may be recurrent
+            if not isinstance(metadata, AttentionMetadata):
+                continue
+            slots = metadata.slot_mapping.numpy()
+            slots[:] = table[rows, blocks]
+            slots *= size
+            slots += offsets
+            metadata.plan = None  # it may depend on lengths
+            if self.has_new_blocks or width > metadata.block_table.shape[1]:
+                # A new tensor: a recorded step copies the table when it is another one than the last.
+                metadata.block_table = torch.from_numpy(table[rows, :width])
+        self.has_new_blocks = False
