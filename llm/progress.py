@@ -7,18 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GenerationProgress:
-    """Where a call, or a job, is. `str` is the line that the bar shows.
+    """Where a call, or a job, is. `str` is the line behind the bar.
 
     Attributes:
         rows: prompts of the call; one with `n` completions is one row.
         done, running, waiting: rows that have ended, are computed, and have not started or were preempted.
         failed, stopped_by_length: of those done, how many have an error, and how many ended at their most tokens.
-        tokens: prompt and generated tokens so far, those from the prefix cache included.
-        expected_tokens: what `tokens` is expected to be at the end; an estimate. None: nothing is known yet.
-        prompt_tokens, generated_tokens: their parts.
+        not_run: of those done, how many needed no run: they were refused, or an earlier run had answered them.
+        prompt_tokens, generated_tokens: so far, those from the prefix cache included.
         cached_tokens: of `prompt_tokens`, taken from the prefix cache.
         seconds: since the start.
-        seconds_left: (least, most) that is likely, from the lengths of the rows so far; None: nothing is known yet.
         finished: the call has ended: this is the last report.
     """
 
@@ -28,14 +26,33 @@ class GenerationProgress:
     waiting: int = 0
     failed: int = 0
     stopped_by_length: int = 0
-    tokens: int = 0
-    expected_tokens: int | None = None
+    not_run: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
     seconds: float = 0.0
-    seconds_left: tuple[float, float] | None = None
     finished: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and generated tokens so far."""
+        return self.prompt_tokens + self.generated_tokens
+
+    @property
+    def expected_tokens(self) -> int | None:
+        """`tokens` at the end, if the other rows are like those so far; None: no row has been run to its end."""
+        if self.done == self.rows:
+            return self.tokens
+        ran = self.done - self.not_run
+        return round(self.tokens / ran * (self.rows - self.not_run)) if ran else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the rate of the rows so far, as tqdm estimates it; None: no row has been run to its end."""
+        if self.done == self.rows:
+            return 0.0
+        ran = self.done - self.not_run
+        return self.seconds / ran * (self.rows - self.done) if ran else None
 
     @property
     def prefix_hit_share(self) -> float:
@@ -52,9 +69,10 @@ class GenerationProgress:
         return self.generated_tokens / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
-        parts = [f"rows {self.done}/{self.rows} done, {self.running} running", *self._counts()]
+        parts = [f"rows {self.done}/{self.rows} done, {self.running} running", f"{self.tokens:,} tokens"]
+        parts += self._counts()
         if self.seconds_left is not None and not self.finished:
-            parts.append(f"{_time(self.seconds)} so far, {_range(*self.seconds_left)} left")
+            parts.append(f"{_time(self.seconds)} so far, {_time(self.seconds_left)} left")
         return ", ".join(parts)
 
     def summary(self) -> str:
@@ -69,13 +87,6 @@ class GenerationProgress:
             parts.append(f"prefix hits {self.prefix_hit_share:.0%}")
         rates = self.prompt_tokens_per_second, self.generated_tokens_per_second
         return [*parts, "in {:,.0f} + out {:,.0f} tokens/s".format(*rates)]
-
-
-def _range(least: float, most: float) -> str:
-    low, high = _time(least), _time(most)
-    if low.split()[1] == high.split()[1]:
-        low = low.split()[0]
-    return high if high.startswith(f"{low} ") else f"{low} to {high}"
 
 
 def _time(seconds: float) -> str:

@@ -60,34 +60,31 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_DELAY_SECONDS", 0.0)
 
 
-def test_it_counts_tokens_and_rows(llm: LLM) -> None:
+def test_it_counts_rows_and_tokens(llm: LLM) -> None:
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=Recorder)
     [bar] = Recorder.made
     everything = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs)
-    assert bar.n == bar.total == everything
-    assert bar.postfix.startswith("rows 3/3 done, 0 running, 3 stopped by length, in ")
+    assert bar.n == bar.total == 3
+    assert bar.postfix.startswith(f"rows 3/3 done, 0 running, {everything} tokens, 3 stopped by length, in ")
     assert bar.closed == 1
     counts = [count for count, _, _ in bar.history]
     assert counts == sorted(counts)
-    assert counts[0] > 0  # prompts count while no row has finished
     postfixes = [postfix for _, _, postfix in bar.history]
-    assert any(text.startswith("rows 0/3 done, 2 running, 1 waiting") for text in postfixes)
-    assert any(text.startswith("rows 1/3 done, 2 running, 1 stopped by length") for text in postfixes)
-    assert any(text.endswith(" left") for text in postfixes)
+    first = next(text for text in postfixes if text.startswith("rows 0/3 done, 2 running"))
+    assert "1 waiting" in first and " left" not in first  # tokens count while no row has ended
+    assert not any(text.startswith("rows 0/3 done, 2 running, 0 tokens") for text in postfixes[1:])
+    assert any(text.startswith("rows 1/3 done, 2 running") and text.endswith(" left") for text in postfixes)
     assert all(count <= total for count, total, _ in bar.history)
 
 
-def test_the_total_is_an_estimate_that_improves(llm: LLM) -> None:
-    prompts = [[5, 6]] * 6
-    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in (4, 4, 400, 4, 4, 4)]
-    # Three times the one token that ends nothing, then any other.
-    params[2] = SamplingParams(temperature=0, max_tokens=400, stop_token_ids=list(range(2303)), min_tokens=3)
-    llm.generate(prompts, params, use_tqdm=Recorder)
-    [bar] = Recorder.made
-    totals = [total for _, total, _ in bar.history]
-    assert totals[0] == 6 * 2 + 5 * 4 + 400  # at first the most that can come
-    assert 6 * 2 + 6 * 4 in totals[:-2]  # then as long as those that have finished
-    assert totals[-1] == bar.n == 6 * 2 + 6 * 4
+def test_the_time_left_is_that_of_the_rows_so_far() -> None:
+    """Those that needed no run took no time."""
+    ten = GenerationProgress(10, done=4, not_run=2, prompt_tokens=30, generated_tokens=70, seconds=8.0)
+    assert ten.seconds_left == 24.0 and ten.expected_tokens == 400
+    assert "100 tokens" in str(ten) and str(ten).endswith("8.0 s so far, 24 s left")
+    for none_ran in (GenerationProgress(10, done=2, not_run=2, seconds=8.0), GenerationProgress(3)):
+        assert none_ran.seconds_left is none_ran.expected_tokens is None and "left" not in str(none_ran)
+    assert GenerationProgress(2, done=2, not_run=2).seconds_left == 0.0
 
 
 def test_a_prompt_with_n_completions_is_a_row(llm: LLM) -> None:
@@ -110,7 +107,7 @@ def test_a_callable_gets_what_is_known(llm: LLM) -> None:
     assert last.generated_tokens_per_second == 24 / last.seconds
     for item in found:
         assert item.done + item.running + item.waiting == item.rows
-        assert item.seconds_left is None or 0 <= item.seconds_left[0] <= item.seconds_left[1]
+        assert (item.seconds_left is None) == (item.done - item.not_run == 0 and item.done < item.rows)
     assert "4/4 rows done in " in last.summary() and "1 failed, 3 stopped by length, prefix hits" in last.summary()
 
 
@@ -126,9 +123,8 @@ def test_a_preempted_row_does_not_move_it_back() -> None:
         params = SamplingParams(temperature=0, max_tokens=44, ignore_eos=True)
         tight.generate([[5] * 10, [6] * 10], params, use_tqdm=Recorder)
         assert engine_of(tight).scheduler.num_preemptions > 0
-    counts = [count for count, _, _ in Recorder.made[0].history]
-    assert counts == sorted(counts)
-    assert counts[-1] == 2 * 54
+    assert [count for count, _, _ in Recorder.made[0].history][-1] == 2
+    assert "rows 2/2 done, 0 running, 108 tokens" in Recorder.made[0].postfix
 
 
 def test_false_makes_no_bar_and_no_prompts_make_none(llm: LLM) -> None:
