@@ -10,10 +10,11 @@ statement or an argument left out). The same seed draws the same defects from th
 annotations, logging and `__repr__` are left as they are.
 
 The tests of a defect are those that import its module, then those of its room. With `--coverage FILE`, made by
-`pytest --cov --cov-context=test`, they are those that run the line, the most particular ones first, at most `--most`.
+`pytest --cov --cov-context=test`, they are those that run the line, the most particular ones first, at most `--most`,
+and with `--durations FILE`, the output of `pytest --durations=0 -vv`, at most `--seconds` of them.
 A test that fails must pass without the defect, or the verdict is that nothing was shown.
 
-Takes hours: each survivor costs all of its tests. Not part of CI; `run.py` has the defects that must die.
+Takes an hour or more: each survivor costs all of its tests. Not part of CI; `run.py` has the defects that must die.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from catalogue import ROOT, Mutant
@@ -37,6 +38,7 @@ from run import KILLED, SURVIVED, Record, Tree, _import_what_is_slow
 ROOMS = ("llm", "layers", "quantization", "platforms", "kernels")
 LEFT_OUT = ("llm/assets/",)
 NOT_SHOWN = "not shown"
+FIRST = 8  # tests that run alone before the others: most defects are seen by them
 # Functions whose calls say something to a person, and functions whose whole text does.
 _SAYING = re.compile(r"^(warn|warning|info|debug|error|exception|print|log\w*|add_argument|\w*Error|show|quote|clip)$")
 # Arguments that say something to a person, or the same on every CPU.
@@ -336,14 +338,18 @@ def module_name(file: str) -> str:
 
 
 class Coverage:
-    """Which tests run a line, of coverage.py's databases."""
+    """Which tests run a line, of coverage.py's databases, and for how long, of pytest's durations."""
 
-    def __init__(self, paths: Sequence[Path], most: int) -> None:
+    def __init__(self, paths: Sequence[Path], durations: Sequence[Path], most: int, seconds: float) -> None:
         import coverage
 
-        self._most = most
+        self._most, self._seconds = most, seconds
         self._tests: dict[str, dict[int, set[str]]] = {}
         self._sizes: Counter[str] = Counter()
+        self._durations: dict[str, float] = {}
+        for path in durations:
+            for duration, name in re.findall(r"^([\d.]+)s \w+ +(tests/[^\s\[]+)", path.read_text(), re.MULTILINE):
+                self._durations[name] = self._durations.get(name, 0.0) + float(duration)
         for path in paths:
             data = coverage.CoverageData(str(path))
             data.read()
@@ -366,13 +372,22 @@ class Coverage:
         lines = self._tests.get(file, {})
         found = {name for number in range(line, line + mutant.old.count("\n") + 1) for name in lines.get(number, ())}
         found = found or set().union(*lines.values())
-        chosen = sorted(found, key=lambda name: (self._sizes[name], name))[: self._most]
-        files = dict.fromkeys(name.partition("::")[0] for name in chosen)
-        return shlex.join(name for file in files for name in chosen if name.startswith(f"{file}::"))
+        chosen: list[str] = []
+        left = self._seconds
+        for name in sorted(found, key=lambda name: (self._sizes[name], name)):
+            duration = self._durations.get(name, 0.0)
+            if len(chosen) < self._most and duration <= left:
+                chosen.append(name)
+                left -= duration
+        return shlex.join(chosen)
 
 
 def judge(tree: Tree, mutant: Mutant, log: Path, clean: Record) -> str:
-    verdict = tree.judge(mutant, log)
+    names = shlex.split(mutant.tests)
+    verdict = SURVIVED
+    for part in (names[:FIRST], names[FIRST:]):
+        if part and verdict == SURVIVED:
+            verdict = tree.judge(replace(mutant, tests=shlex.join(_by_file(part))), log)
     if verdict != KILLED:
         return verdict
     failed = re.findall(r"^(?:FAILED|ERROR) (tests/\S+::[^\s\[]+)", log.read_text(errors="replace"), re.MULTILINE)
@@ -385,6 +400,12 @@ def judge(tree: Tree, mutant: Mutant, log: Path, clean: Record) -> str:
     return f"{KILLED} (no test ended)"
 
 
+def _by_file(names: Sequence[str]) -> list[str]:
+    """The tests of a file in a row: what they share is made once."""
+    files = dict.fromkeys(name.partition("::")[0] for name in names)
+    return [name for file in files for name in names if name.partition("::")[0] == file]
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Plant defects at random and see whether the tests notice.")
     parser.add_argument("--seed", type=int, required=True)
@@ -393,11 +414,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--suffix", choices=(".py", ".cpp", ".h"), default=".py")
     parser.add_argument("--coverage", type=Path, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--most", type=int, default=40, help="tests of a defect, where --coverage chooses them")
+    parser.add_argument("--durations", type=Path, nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of tests of a defect, where --durations has them")
     parser.add_argument("--record", type=Path, metavar="FILE", help="verdicts are added; what it has is not run again")
     parser.add_argument("--survivors", type=Path, metavar="FILE", help="where to write those that no test saw")
     parser.add_argument("--draw-only", action="store_true", help="print the defects and their tests")
     options = parser.parse_args(arguments)
-    coverage = Coverage(options.coverage, options.most) if options.coverage else None
+    coverage = (
+        Coverage(options.coverage, options.durations, options.most, options.seconds) if options.coverage else None
+    )
     drawn = []
     for mutant, line in draw(options.seed, options.k, options.suffix):
         mutant.tests = (coverage.tests(mutant.file, mutant, line) if coverage else "") or tests_of(mutant.file)
