@@ -28,6 +28,8 @@ from llm.errors import OutOfMemoryError
 from llm.jobs.adapters import JobAdapters
 from llm.jobs.requests import ANSWER_COLUMNS
 from llm.jobs.shared_journal import SharedJournal
+from llm.jobs.journal import SharedJournal
+from llm.jobs.requests import ANSWER_COLUMNS, JobAdapters
 from llm.jobs.tables import Form, arrow_type
 from llm.jobs.worker import PieceRows, RowWorker, plain_row
 from llm.platforms import select_platform

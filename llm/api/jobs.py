@@ -22,8 +22,8 @@ from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llm.jobs.adapters import JobAdapters
     from llm.jobs.job import JobSummary
+    from llm.jobs.requests import JobAdapters
 
 
 class JobsHost(FlowHost, Protocol):
@@ -91,18 +91,18 @@ class Jobs:
             JobError: a file is wrong, or cannot be written; or the journal is of another model or setting.
             JobInterrupted: Ctrl-C or SIGTERM; the journal has everything, half answers too.
         """
-        from llm.jobs.run import Asks, JobFiles, RunOptions, run_job
+        from llm.jobs.job import JobDefaults, JobFiles, RunOptions, run_job
 
         options = RunOptions(column, template, resume, shard, on_error, on_too_long, row_params, use_tqdm)
         adapters = self._job_adapters(lora_modules, lora_request)
         default = self.get_default_sampling_params
-        asks = Asks.of(self._pooling, sampling_params, pooling_params, adapters, default)
+        defaults = JobDefaults.of(self._pooling, sampling_params, pooling_params, adapters, default)
         files = JobFiles.of(input, output, options)
-        return run_job(self, files, options, asks, self._identity(), Path(self._args.model).name)
+        return run_job(self, files, options, defaults, self._identity(), Path(self._args.model).name)
 
     def _job_adapters(self: JobsHost, lora_modules: object, lora_request: object) -> JobAdapters:
         """What `run` was given, checked: adapters that cannot be used are told before any work starts."""
-        from llm.jobs.adapters import JobAdapters
+        from llm.jobs.requests import JobAdapters
 
         model = str(self._args.model)
         adapters = JobAdapters.of(lora_modules, lora_request, (Path(model).name, model))

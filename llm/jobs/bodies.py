@@ -93,12 +93,12 @@ def sampling_fields(body: Mapping[str, object], is_chat: bool) -> tuple[JsonObje
         fields["max_tokens"] = body["max_completion_tokens"]
     if "logprobs" in body or body.get("top_logprobs"):
         fields["logprobs"] = _num_logprobs(body)
-    asked = {
+    request = {
         "structured_outputs": fields.pop("structured_outputs", None),
         "response_format": _structured(body.get("response_format")),
         "tool_choice": chosen_tools(body)[0].forces or None,
     }
-    constraints = {name: value for name, value in asked.items() if value is not None}
+    constraints = {name: value for name, value in request.items() if value is not None}
     if len(constraints) > 1:
         first, second = list(constraints)[:2]
         hint = ": the call is the answer" if second == "tool_choice" else ""

@@ -17,7 +17,7 @@ from llm.engine.rows import AnyRow, RefusedRow
 from llm.errors import JobError
 from llm.jobs.answers import Answer, Partials
 from llm.jobs.identity import row_key
-from llm.jobs.journal import Journal
+from llm.jobs.journal import Answer, Journal, Partials
 from llm.outputs import RequestOutput
 from llm.outputs_json import output_as_json
 from llm.outputs_read import output_from_json

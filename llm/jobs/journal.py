@@ -1,6 +1,6 @@
-"""The journal of a job: an append-only file from which an interrupted job goes on.
+"""The journal of a job: an append-only file from which an interrupted job goes on, and what it says of each row.
 
-Owns the file. A line is the CRC-32 of a JSON object and the object:
+A line is the CRC-32 of a JSON object and the object:
 
     {"journal": 1, "identity": {...}}                      the first line: what answers depend on besides their row
     {"i": index, "k": key, "o": output}                    a row has ended
@@ -10,6 +10,12 @@ Records are written after every step of the engine, so that a killed process los
 synchronised with the disk once per second, so that a power failure loses a second more. What a crash tore is found by
 its checksum: the end of the file is cut off when it is opened again, a damaged line elsewhere is passed over, and the
 rows in question are computed again.
+
+`Answers` reads the records in the order of the rows, although they were written in the order of ending. As a job never
+runs far ahead of its first unfinished row, few records wait for their turn: memory does not grow with the journal.
+
+In a folder of journals (`SharedJournal`) every process appends to its own file and reads those of all, so that what a
+process had answered when it was killed is found by the one that takes over its rows.
 """
 
 from __future__ import annotations
@@ -18,18 +24,26 @@ import base64
 import fcntl
 import json
 import os
+import secrets
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from time import monotonic
 from typing import BinaryIO
+
+import numpy as np
 
 from llm.base.disk import sync
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
 from llm.errors import JobError
 from llm.outputs_read import check_form, check_output
+from llm.engine.rows import Row
+from llm.outputs import RequestOutput
+from llm.outputs_json import output_as_json
+from llm.outputs_read import check_form, check_output, output_from_json
 
 VERSION = 1
 _SYNC_SECONDS = 1.0
@@ -219,3 +233,213 @@ def _create(path: Path, header: bytes) -> None:
         os.fsync(file.fileno())
     fresh.replace(path)
     sync(path.parent)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A row that has ended.
+
+    Attributes:
+        key: see `llm.jobs.identity.row_key`.
+        values: what a pooling model made of it, float32 [size]; None: it generated, or has an error.
+    """
+
+    key: str
+    output: RequestOutput
+    values: np.ndarray | None = None
+
+    def record(self) -> JsonObject:
+        """The journal's record."""
+        record: JsonObject = {"i": self.output.index, "k": self.key, "o": output_as_json(self.output)}
+        if self.values is not None:
+            record["v"] = base64_of(self.values)
+        return record
+
+
+def base64_of(values: np.ndarray) -> str:
+    """float32 in little-endian order, as OpenAI encodes vectors too."""
+    return base64.b64encode(values.astype("<f4").tobytes()).decode()
+
+
+@dataclass
+class Answer:
+    """What is known of a row.
+
+    Attributes:
+        key: of the row; see `llm.jobs.identity.row_key`.
+        output: as `llm.outputs_json` writes it; None: the row has not ended.
+        tokens: of each completion, so far.
+        values: of `Ended`, in base64; None: there are none.
+    """
+
+    key: str
+    output: JsonObject | None = None
+    tokens: list[list[int]] = field(default_factory=list)
+    values: str | None = None
+
+    def ended(self) -> Ended | None:
+        """The row, if it has ended."""
+        if self.output is None:
+            return None
+        values = None if self.values is None else np.frombuffer(base64.b64decode(self.values), dtype="<f4")
+        return Ended(self.key, output_from_json(self.output, None), values)
+
+    def continued_by(self, row: Row, vocab_size: int | None = None) -> list[int]:
+        """Let a row continue after the tokens that it has; returns how many each completion has.
+
+        Raises:
+            JobError: they are not this row's.
+        """
+        highest = max((token for own in self.tokens for token in own), default=0)
+        lowest = min((token for own in self.tokens for token in own), default=0)
+        is_known = lowest >= 0 and (vocab_size is None or highest < vocab_size)
+        if self.tokens and (len(self.tokens) != row.params.n or not is_known):
+            raise JobError(
+                f"the journal's record of the row {self.key[:12]} has tokens that are not of this row; delete the "
+                "journal to start again."
+            )
+        row.known_outputs = self.tokens
+        return [len(tokens) for tokens in self.tokens]
+
+    def extend(self, parts: list[tuple[int, list[int]]]) -> None:
+        """Add the tokens of a record. A part that starts after what is known follows a damaged line: it is left out."""
+        if not self.tokens:
+            self.tokens = [[] for _ in parts]
+        if len(parts) != len(self.tokens):
+            raise JobError(
+                f"the journal's records of the row {self.key[:12]} are of {len(self.tokens)} and of {len(parts)} "
+                "completions; delete the journal to start again."
+            )
+        for known, (start, tokens) in zip(self.tokens, parts, strict=True):
+            if start <= len(known):
+                known[start:] = tokens
+
+
+class Answers:
+    """The answers of a journal's records, taken by index in increasing order."""
+
+    def __init__(self, records: Iterator[JsonObject]) -> None:
+        self._records = records
+        self._found: dict[int, Answer] = {}
+
+    def take(self, index: int) -> Answer | None:
+        """What is known of a row; None: nothing. Everything before it is forgotten."""
+        while not self._has_ended(index):
+            record = next(self._records, None)
+            if record is None:
+                break
+            if record["i"] >= index:
+                self._add(record)
+        return self._found.pop(index, None)
+
+    def _has_ended(self, index: int) -> bool:
+        return index in self._found and self._found[index].output is not None
+
+    def _add(self, record: JsonObject) -> None:
+        answer = self._found.setdefault(record["i"], Answer(record["k"]))
+        if "o" in record:
+            answer.key, answer.output, answer.tokens = record["k"], record["o"], []
+            answer.values = record.get("v")
+        elif answer.output is None:
+            answer.extend(record["p"])
+
+
+class Partials:
+    """Writes the further tokens of rows in flight, each token once.
+
+    Attributes:
+        written: by index, the number of tokens of each completion that the journal has.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[int, list[int]] = {}
+
+    def record(self, index: int, key: str, tokens: list[list[int]]) -> JsonObject | None:
+        """The record of what is new in a row's tokens, None if nothing is."""
+        starts = self.written.get(index, [0] * len(tokens))
+        if not tokens or [len(own) for own in tokens] == starts:
+            return None
+        self.written[index] = [len(own) for own in tokens]
+        parts = [[start, own[start:]] for start, own in zip(starts, tokens, strict=True)]
+        return {"i": index, "k": key, "p": parts}
+
+
+_SUFFIX = ".journal"
+
+
+class SharedJournal:
+    """The journals of a folder, which is made if it is missing.
+
+    Args:
+        identity: of the model; see `llm.jobs.identity`.
+
+    Raises:
+        JobError: a journal is of another model or setting, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, identity: Mapping[str, object]) -> None:
+        self._folder, self._identity = Path(folder), identity
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise JobError(f"{folder} cannot be made ({error.strerror}); choose another place.") from error
+        name = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+        self._own = Journal(self._folder / name, identity)
+        self._read: dict[Path, int] = {}  # how far
+        self._ended: dict[str, tuple[Path, int]] = {}  # by key, where its record is
+        self._unfinished: dict[str, Answer] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what was written since the last time."""
+        for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
+            if path not in self._read:
+                check_header(path, self._identity)
+            self._read[path] = self._read_on(path, self._read.get(path, 0))
+
+    def answer(self, key: str) -> Answer | None:
+        """What is known of a row."""
+        place = self._ended.get(key)
+        if place is None:
+            return self._unfinished.get(key)
+        path, offset = place
+        with path.open("rb") as file:
+            file.seek(offset)
+            record = read_line(path, f"byte {offset}", file.readline())
+        if record is None or record.get("k") != key or "o" not in record:
+            raise JobError(f"the journal {path} has changed while it was used; delete it to compute its rows again.")
+        return Answer(key, record["o"])
+
+    def keep(self, ended: Ended) -> None:
+        self._own.add(ended.record())
+
+    def add(self, record: JsonObject) -> None:
+        self._own.add(record)
+
+    def flush(self, sync: bool = False) -> None:
+        self._own.flush(sync)
+
+    def close(self) -> None:
+        self._own.flush(sync=True)
+        self._own.close()
+
+    def _read_on(self, path: Path, start: int) -> int:
+        """Where the whole lines of the file end."""
+        with path.open("rb") as file:
+            file.seek(start)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # it is being written, or was torn
+                record = read_line(path, f"byte {start}", line)
+                if record is not None and "k" in record:
+                    self._note(record, path, start)
+                start += len(line)
+        return start
+
+    def _note(self, record: JsonObject, path: Path, offset: int) -> None:
+        key = record["k"]
+        if "o" in record:
+            self._ended[key] = path, offset
+            self._unfinished.pop(key, None)
+        elif key not in self._ended:
+            self._unfinished.setdefault(key, Answer(key)).extend(record["p"])

@@ -1,6 +1,6 @@
-"""Rows of a file as requests: the plain form, with a column or a template, and OpenAI's batch format.
+"""Rows of a file as requests: plain ones with a column or a template, OpenAI's batch format, texts to pool.
 
-Owns which fields there are, and what an answer becomes in the output. Unknown fields are refused.
+Which fields there are, and what an answer becomes in the output. Unknown fields are refused.
 """
 
 from __future__ import annotations
@@ -10,26 +10,33 @@ import math
 import re
 import string
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from llm.base.text import clip, list_names, quote
 from llm.base.types import JsonObject
 from llm.errors import ValidationError, nearest
+import numpy as np
+from llm.base.checks import check_choice, refuse
+from llm.base.errors import ValidationError, nearest
+from llm.base.text import clip, list_names, quote, show
+from llm.engine.pooler import PoolingPlan
 from llm.inputs import LoRARequest
-from llm.jobs.adapters import COLUMN, JobAdapters
-from llm.jobs.answers import Ended
 from llm.jobs.bodies import (
     PARAM_TYPES,
     chat_arguments,
     chat_body,
+    check_fields,
     chosen_tools,
     completion_body,
     error_code,
     sampling_fields,
     with_fields,
 )
+from llm.jobs.journal import Ended, base64_of
 from llm.jobs.tables import Form
+from llm.pooling_params import PoolingParams
 from llm.replies.calls import json_value
 from llm.replies.choice import ToolChoice
 from llm.sampling_params import SamplingParams
@@ -55,7 +62,7 @@ _OF_REPLIES: dict[str, Form] = {"content": str, "reasoning": str, "tool_calls": 
 _OF_CHAT = ("tools", "tool_choice", "chat_template_kwargs")
 
 
-class Asked(NamedTuple):
+class RowRequest(NamedTuple):
     """A row's request: a prompt, or a conversation with the renderer's arguments and whether it calls functions."""
 
     prompt: object
@@ -155,15 +162,15 @@ class PlainRows(PlainForm):
         of_completion = {"generated_text", "finish_reason", *_OF_REPLIES}
         return {name: [form] if several and name in of_completion else form for name, form in found.items()}
 
-    def asked(self, row: JsonObject) -> Asked:
+    def request(self, row: JsonObject) -> RowRequest:
         """Raises `ValidationError` for an adapter that is not there, or what is wrong of params and tools."""
         prompt, messages = self.prompt_of(row)
         params = self.params_of(row)
         if messages is None:
-            return Asked(prompt, params, adapter=self.adapter_of(row))
+            return RowRequest(prompt, params, adapter=self.adapter_of(row))
         options = _options(row)
         choice, _ = chosen_tools(options)
-        return Asked(None, params, messages, chat_arguments(options), self.adapter_of(row), choice)
+        return RowRequest(None, params, messages, chat_arguments(options), self.adapter_of(row), choice)
 
     def params_of(self, row: JsonObject) -> SamplingParams:
         """Those of the job, with the row's own in columns `sampling_params` and `extra_args`, and in `own_params`."""
@@ -201,7 +208,7 @@ class PlainRows(PlainForm):
             "tool_calls": [[call.to_dict() for call in own.tool_calls] or None for own in output.outputs],
             "num_prompt_tokens": len(output.prompt_token_ids),
             "num_generated_tokens": sum(len(own.token_ids) for own in output.outputs),
-            "error": told_error(ended),
+            "error": error_of(ended),
         }
         one = self.params.n == 1
         found = {name: values[name] for name in self.forms(row)}
@@ -236,7 +243,7 @@ def _data(value: object) -> object:
     return json_value(value) if value[:1] in ("[", "{") else value or None
 
 
-def told_error(ended: Ended) -> str | None:
+def error_of(ended: Ended) -> str | None:
     """What a plain row says of its error."""
     error = ended.output.error
     return None if error is None else f"{error_code(error)}: {error}"
@@ -316,7 +323,7 @@ class BatchRows(BatchForm):
 
     params: SamplingParams
 
-    def asked(self, row: JsonObject) -> Asked:
+    def request(self, row: JsonObject) -> RowRequest:
         """Raises `ValidationError` for unknown fields and wrong values."""
         body = self.body_of(row, URLS)
         is_chat = row["url"] == URLS[0]
@@ -324,8 +331,8 @@ class BatchRows(BatchForm):
         params = dataclasses.replace(self.params, **fields)
         adapter = self.adapters.named(body.get("model"), "model")
         if not is_chat:
-            return Asked(prompt, params, adapter=adapter)
-        return Asked(None, params, prompt, chat, adapter, chosen_tools(body)[0])
+            return RowRequest(prompt, params, adapter=adapter)
+        return RowRequest(None, params, prompt, chat, adapter, chosen_tools(body)[0])
 
     def chosen(self, row: JsonObject) -> tuple[ToolChoice, bool] | None:
         """As `PlainRows.chosen`."""
@@ -341,8 +348,8 @@ class BatchRows(BatchForm):
         output, model, chosen = ended.output, row["body"].get("model") or model, self.chosen(row)
         if chosen is None:
             return self.line(row, ended, completion_body(output, ended.key, model))
-        asked = self.asked(row).params.logprobs
-        return self.line(row, ended, chat_body(output, ended.key, model, chosen[0], asked))
+        num_logprobs = self.request(row).params.logprobs
+        return self.line(row, ended, chat_body(output, ended.key, model, chosen[0], num_logprobs))
 
 
 def is_batch(row: JsonObject) -> bool:
@@ -353,3 +360,265 @@ def _check_keys(what: str, given: Mapping[str, object], known: Collection[str]) 
     for name in given:
         if name not in known:
             raise ValidationError(f"{what} has no field {quote(name)}.{nearest(name, known)}", parameter=name)
+
+
+COLUMN = "lora_name"
+
+
+@dataclass(frozen=True)
+class JobAdapters:
+    """The adapters of a job.
+
+    Attributes:
+        modules: by the name that a row gives; {}: rows name none.
+        every: the adapter of all rows; None: none.
+        base: names of the model itself.
+    """
+
+    modules: Mapping[str, LoRARequest] = field(default_factory=dict)
+    every: LoRARequest | None = None
+    base: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, lora_modules: object, lora_request: object, base: tuple[str, ...]) -> JobAdapters:
+        """From the arguments of `LLM.run`.
+
+        Raises:
+            ValidationError: one is wrong, or both are given.
+        """
+        if lora_request is not None and not isinstance(lora_request, LoRARequest):
+            refuse(
+                "lora_request", lora_request, "one LoRARequest for all rows, or None; rows name those of lora_modules"
+            )
+        if lora_request is not None and lora_modules:
+            refuse("lora_request", lora_request.lora_name, "None where lora_modules is given")
+        if not isinstance(lora_modules, Mapping | None):
+            refuse("lora_modules", lora_modules, "a dict from the names of adapters to their folders, or None")
+        modules = {}
+        for number, (name, path) in enumerate((lora_modules or {}).items(), 1):
+            if not isinstance(name, str) or not isinstance(path, str | Path) or name in base:
+                refuse("lora_modules", {name: path}, "names, none of them the model's, and folders of adapters")
+            modules[name] = LoRARequest(name, number, str(path))
+        return cls(modules, lora_request, base)
+
+    def all(self) -> list[LoRARequest]:
+        return [*self.modules.values(), *([] if self.every is None else [self.every])]
+
+    def named(self, name: object, field: str) -> LoRARequest | None:
+        """The adapter of a row that gives this name; None: it has none.
+
+        Raises:
+            ValidationError: there is no adapter of that name.
+        """
+        if not self.modules:
+            return self.every
+        if name is None or name == "" or name in self.base:
+            return None
+        if not isinstance(name, str) or name not in self.modules:
+            known = [*self.base[:1], *self.modules]
+            raise ValidationError(
+                f"{field} must be the model, {self.base[0]!r}, or one of lora_modules, "
+                f"{', '.join(map(repr, self.modules))}; got {show(name)}.{nearest(str(name), known)}",
+                parameter=field,
+                value=name,
+            )
+        return self.modules[name]
+
+
+# Columns of a pair of texts, of a plain row and of a body.
+PAIR = ("text_1", "text_2")
+_URLS = {
+    "embed": ("/v1/embeddings",),
+    "classify": ("/classify", "/v1/classify"),
+    "score": ("/score", "/v1/score"),
+}
+_IDS = {"embed": "embd", "classify": "classify", "score": "score"}
+_FIELDS = ("dimensions", "truncate_prompt_tokens", "use_activation", "normalize")
+_NO_EFFECT = ("model", "user", "request_id")
+# As in `llm.jobs.bodies`.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (True,),
+    "encoding_format": ("float",),
+    "embed_dtype": ("float32",),
+    "priority": (0,),
+}
+_MOST_INPUTS = 2048  # of a body, as OpenAI's
+# Columns that an answer adds to its row, and their types.
+_ADDED: dict[str, dict[str, Form]] = {
+    "embed": {"embedding": [float], "num_prompt_tokens": int, "error": str},
+    "classify": {"label": str, "probabilities": [float], "num_prompt_tokens": int, "error": str},
+    "score": {"score": float, "num_prompt_tokens": int, "error": str},
+}
+
+
+class Wanted(NamedTuple):
+    """What a row asks for: a prompt, or with `second` a pair of texts."""
+
+    prompt: object
+    params: PoolingParams
+    second: str | None = None
+    adapter: LoRARequest | None = None
+
+
+def tasks_of(plan: PoolingPlan) -> tuple[str, ...]:
+    """What the model does with a row; "score" of a pair of texts."""
+    if plan.task == "embed":
+        return ("embed",)
+    return ("classify", "score") if plan.size == 1 else ("classify",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainVectors(PlainForm):
+    """Plain rows. Those of a cross-encoder are pairs of texts, in columns `text_1` and `text_2`, if they have these."""
+
+    params: PoolingParams
+    plan: PoolingPlan
+    task: str
+
+    @classmethod
+    def of(
+        cls,
+        first: JsonObject,
+        plan: PoolingPlan,
+        params: PoolingParams,
+        adapters: JobAdapters,
+        column: str | None,
+        template: str | None,
+        row_params: bool,
+    ) -> PlainVectors:
+        """`first`: a row, whose columns say whether there are pairs."""
+        pairs = "score" in tasks_of(plan) and all(name in first for name in PAIR)
+        task = "score" if pairs else tasks_of(plan)[0]
+        return cls(
+            params=params,
+            plan=plan,
+            task=task,
+            adapters=adapters,
+            column=column,
+            template=template,
+            row_params=row_params,
+        )
+
+    def param_types(self) -> Mapping[str, str]:
+        return {item.name: str(item.type) for item in dataclasses.fields(PoolingParams) if item.name in _FIELDS}
+
+    def forms(self, row: JsonObject) -> dict[str, Form]:
+        return _ADDED[self.task]
+
+    def request(self, row: JsonObject) -> list[Wanted]:
+        """Raises `ValidationError` for what is no text, and for an adapter that is not there."""
+        adapter, params = self.adapter_of(row), dataclasses.replace(self.params, **self.own_params(row))
+        if self.task == "score":
+            first, second = (_text(name, row[name]) for name in PAIR)
+            return [Wanted(first, params, second, adapter)]
+        prompt, messages = self.prompt_of(row)
+        if messages is not None:
+            raise ValidationError("messages are for models that generate; name a column of texts.", parameter="column")
+        return [Wanted(prompt, params, None, adapter)]
+
+    def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
+        values_out = _output_values(self.task, ended.values, self.plan)
+        values = (*values_out, len(ended.output.prompt_token_ids), error_of(ended))
+        return row | dict(zip(self.forms(row), values, strict=True))
+
+    def _columns(self, row: JsonObject) -> list[str]:
+        return [*PAIR] if self.task == "score" else super()._columns(row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchVectors(BatchForm):
+    """Embeddings, classes or scores; `params` are the defaults of a body's fields."""
+
+    params: PoolingParams
+    plan: PoolingPlan
+
+    def request(self, row: JsonObject) -> list[Wanted]:
+        """One for each input; raises `ValidationError` for unknown fields and wrong values."""
+        body = self.body_of(row, [url for task in tasks_of(self.plan) for url in _URLS[task]])
+        task = _task(row)
+        own = PAIR if task == "score" else ("input", *(["encoding_format"] if task == "embed" else []))
+        check_fields(body, (*own, *_FIELDS, *_NO_EFFECT), _NEUTRAL)
+        check_choice("encoding_format", body.get("encoding_format", "float"), ("float", "base64"))
+        given = {name: body[name] for name in _FIELDS if name in body}
+        params = dataclasses.replace(self.params, **given)
+        adapter = self.adapters.named(body.get("model"), "model")
+        if task == "score":
+            first, second = (_text(name, body.get(name)) for name in PAIR)
+            return [Wanted(first, params, second, adapter)]
+        return [Wanted(prompt, params, None, adapter) for prompt in _inputs(body.get("input"))]
+
+    def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
+        if ended.values is None:
+            return self.line(row, ended, None)
+        task, body = _task(row), row["body"]
+        values = ended.values.reshape(1 if task == "score" else len(_inputs(body["input"])), -1)
+        items = [self._item(task, own, body.get("encoding_format") == "base64") for own in values]
+        count = len(ended.output.prompt_token_ids)
+        response: JsonObject = {
+            "id": f"{_IDS[task]}-{ended.key[:24]}",
+            "object": "list",
+            "created": 0,
+            "model": body.get("model") or model,
+            "data": [{"index": index, **item} for index, item in enumerate(items)],
+            "usage": {"prompt_tokens": count, "total_tokens": count},
+        }
+        return self.line(row, ended, response)
+
+    def _item(self, task: str, values: np.ndarray, is_coded: bool) -> JsonObject:
+        """An item of `data`."""
+        values_out = _output_values(task, values, self.plan)
+        if task == "embed":
+            return {"object": "embedding", "embedding": base64_of(values) if is_coded else values_out[0]}
+        if task == "score":
+            return {"object": "score", "score": values_out[0]}
+        return {"label": values_out[0], "probs": values_out[1], "num_classes": len(values)}
+
+
+def _task(row: JsonObject) -> str:
+    return next(task for task, urls in _URLS.items() if row["url"] in urls)
+
+
+def _output_values(task: str, values: np.ndarray | None, plan: PoolingPlan) -> tuple[object, ...]:
+    """What the output has of a result; None for each where there is none."""
+    if values is None:
+        return (None,) * (2 if task == "classify" else 1)
+    if task == "embed":
+        return (values.tolist(),)
+    return (float(values[0]),) if task == "score" else (plan.labels[int(values.argmax())], values.tolist())
+
+
+def _text(name: str, given: object) -> str:
+    if not isinstance(given, str):
+        raise ValidationError(f"{name} must be a text; write a row for each pair.", parameter=name, value=given)
+    return given
+
+
+def num_prompts(row: JsonObject) -> int:
+    """How many prompts a row of a file has, whatever they are."""
+    body = row.get("body")
+    return len(_listed(body.get("input"))) if isinstance(body, Mapping) else 1
+
+
+def _inputs(given: object) -> list[object]:
+    """The prompts of an `input`: a text, a list of token ids, or a list of one or the other."""
+    if given == []:
+        raise ValidationError("input is an empty list; give it at least one text.", parameter="input", value=given)
+    found = _listed(given)
+    if len(found) > _MOST_INPUTS:
+        raise ValidationError(
+            f"input has {len(found)} texts and may have {_MOST_INPUTS}; write several rows.",
+            parameter="input",
+            value=len(found),
+        )
+    if not all(isinstance(item, str) for item in found) and not all(map(_is_ids, found)):
+        right = "one text, one list of token ids, or a list of texts or of such lists"
+        raise ValidationError(f"input must be {right}.", parameter="input", value=given)
+    return found
+
+
+def _listed(given: object) -> list[object]:
+    return given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+
+
+def _is_ids(given: object) -> bool:
+    return isinstance(given, list) and all(isinstance(item, int) for item in given)

@@ -16,12 +16,10 @@ from llm.api.flow import Entry, Flow
 from llm.api.jobs import JobsHost
 from llm.base.types import JsonObject
 from llm.engine.rows import AnyRow, RefusedRow, Row, derive_seed
-from llm.jobs.answers import Ended, Partials
 from llm.jobs.identity import row_key
-from llm.jobs.making import Maker
-from llm.jobs.replies import Replies
-from llm.jobs.requests import Asked, PlainRows
-from llm.jobs.shared_journal import SharedJournal
+from llm.jobs.journal import Ended, Partials, SharedJournal
+from llm.jobs.requests import PlainRows, RowRequest
+from llm.jobs.rows import Maker, Replies
 from llm.jobs.tables import Read
 from llm.outputs import RequestOutput
 from llm.outputs_json import plain
@@ -41,18 +39,18 @@ class PieceRows(PlainRows):
     id_column: str
     seed: int
 
-    def asked(self, row: JsonObject) -> Asked:
+    def request(self, row: JsonObject) -> RowRequest:
         """Raises `ValidationError` for params that are wrong."""
-        asked = super().asked(row)
-        if asked.params.seed is None:
-            asked = asked._replace(params=dataclasses.replace(asked.params, seed=self._seed(row, asked)))
-        return asked
+        request = super().request(row)
+        if request.params.seed is None:
+            request = request._replace(params=dataclasses.replace(request.params, seed=self._seed(row, request)))
+        return request
 
-    def _seed(self, row: JsonObject, asked: Asked) -> int:
+    def _seed(self, row: JsonObject, request: RowRequest) -> int:
         own = row.get(self.id_column)
         if isinstance(own, int) and not isinstance(own, bool) and own >= 0:
             return derive_seed(self.seed, 0, own)
-        said = ["prompt", asked.prompt, asked.messages] if own is None else ["id", own]
+        said = ["prompt", request.prompt, request.messages] if own is None else ["id", own]
         digest = hashlib.sha256(json.dumps([self.seed, *said], sort_keys=True, default=str).encode()).digest()
         return int.from_bytes(digest[:8], "little")
 

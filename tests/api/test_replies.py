@@ -22,7 +22,7 @@ from llm import (
     StructuredOutputsParams,
     ValidationError,
 )
-from llm.jobs.adapters import JobAdapters
+from llm.jobs.requests import JobAdapters
 from llm.jobs.worker import PieceRows, RowWorker
 from llm.replies.calls import ToolCall
 from llm.replies.forms import FORMS, form_of

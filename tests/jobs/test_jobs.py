@@ -27,10 +27,9 @@ from llm.cli import main
 from llm.errors import JobError, JobInterrupted, OutOfMemoryError
 from llm.jobs.bodies import text_offsets
 from llm.jobs.identity import fingerprint, identity, model_identity
-from llm.jobs.journal import Journal, decode, encode
+from llm.jobs.journal import Journal, SharedJournal, decode, encode
 from llm.jobs.shard import Shard
 from llm.jobs.shard import merge as merge_parts
-from llm.jobs.shared_journal import SharedJournal
 from llm.jobs.tables import Columns, Form, read_rows, write_rows
 
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)

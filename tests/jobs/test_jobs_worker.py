@@ -19,6 +19,8 @@ from llm.errors import JobError, OutOfMemoryError
 from llm.jobs.adapters import JobAdapters
 from llm.jobs.journal import encode
 from llm.jobs.shared_journal import SharedJournal
+from llm.jobs.journal import SharedJournal, encode
+from llm.jobs.requests import JobAdapters
 from llm.jobs.worker import PieceRows, RowWorker, plain_row
 from llm.outputs_json import output_as_json
 from llm.ray import LLMProcessorConfig, LLMWorker, _planned

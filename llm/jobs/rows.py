@@ -1,7 +1,8 @@
-"""From rows of a file to rows of the engine: conversations rendered, texts tokenized, adapters found.
+"""From rows of a file to rows of the engine, and from their answers to lines of the output.
 
-Owns the order of a batch: a row that cannot be run is refused in its place, whatever it raised. A row with a list of
-inputs becomes several of the engine, with one index; if one of these cannot be run, the row is refused as a whole.
+Conversations are rendered, texts tokenized, adapters found. A row that cannot be run is refused in its place, whatever
+it raised. A row with a list of inputs becomes several of the engine, with one index; if one of these cannot be run, the
+row is refused as a whole.
 """
 
 from __future__ import annotations
@@ -33,10 +34,21 @@ from llm.errors import (
     ValidationError,
     is_out_of_memory,
 )
+from llm.base.text import clip
+from llm.base.types import JsonObject
+from llm.engine.engine import Engine
+from llm.engine.output import output_without_run
+from llm.engine.pooler import QWEN3_RERANKER
+from llm.engine.pooling_rows import PoolingRows, Prefix
+from llm.engine.preprocess import Place, Preprocessor
+from llm.engine.rows import AnyRow, RefusedRow
 from llm.inputs import LoRARequest
-from llm.jobs.requests import BatchRows, PlainRows
+from llm.jobs.journal import Ended
+from llm.jobs.requests import BatchRows, BatchVectors, PlainRows, PlainVectors, Wanted
 from llm.jobs.tables import Read
-from llm.jobs.vectors import BatchVectors, PlainVectors, Wanted
+from llm.outputs import RequestOutput
+from llm.replies.choice import ToolChoice
+from llm.replies.reader import ReplyReader
 from llm.tokenizer import Tokenizer
 
 Generating = PlainRows | BatchRows
@@ -119,18 +131,18 @@ class Maker:
             prompt, own, adapter = None, form.params, None
             try:
                 _check_form(form, read)
-                asked = form.asked(read.row)
-                prompt, own, adapter = asked.prompt, asked.params, asked.adapter
-                if asked.messages is not None:
-                    _check_conversation(asked.messages)
-                    options = {name: value for name, value in asked.chat.items() if name != "chat_template_kwargs"}
-                    arguments = asked.chat.get("chat_template_kwargs") or {}
-                    if asked.choice is not None and asked.choice.forces:
+                request = form.request(read.row)
+                prompt, own, adapter = request.prompt, request.params, request.adapter
+                if request.messages is not None:
+                    _check_conversation(request.messages)
+                    options = {name: value for name, value in request.chat.items() if name != "chat_template_kwargs"}
+                    arguments = request.chat.get("chat_template_kwargs") or {}
+                    if request.choice is not None and request.choice.forces:
                         writing = preprocessor.reply_reader(None, "auto", True, True).writing
-                        own = asked.choice.constrained_row(own, writing)
+                        own = request.choice.constrained_row(own, writing)
                     (prompt,) = preprocessor.chat_prompts(
-                        *(asked.messages, options, arguments, None, self.on_too_long, own),
-                        *(llm.get_default_sampling_params, asked.choice),
+                        *(request.messages, options, arguments, None, self.on_too_long, own),
+                        *(llm.get_default_sampling_params, request.choice),
                     )
             except ValidationError as error:
                 prompt = error
@@ -216,7 +228,7 @@ def _wanted(form: Pooling, read: Read, preprocessor: Preprocessor) -> Sequence[W
     """What the row asks for; a pair for a reranker that is asked in words is one prompt."""
     try:
         _check_form(form, read)
-        listed = form.asked(read.row)
+        listed = form.request(read.row)
     except ValidationError as error:
         return [error]
     if form.plan.recipe != QWEN3_RERANKER or preprocessor.tokenizer is None:
@@ -228,3 +240,29 @@ def _in_words(wanted: Wanted, second: str, tokenizer: Tokenizer) -> Wanted:
     text = asked_text(str(wanted.prompt), second, None)
     (token_ids,) = tokenizer.encode_rendered([text])  # it has its special tokens
     return wanted._replace(prompt={"prompt": text, "prompt_token_ids": token_ids}, second=None)
+
+
+class Replies:
+    def __init__(self, preprocessor: Preprocessor) -> None:
+        self._preprocessor = preprocessor
+        self._readers: dict[tuple[bool, bool], ReplyReader] = {}
+
+    def line(self, rows: Rows, row: JsonObject, ended: Ended, model: str) -> tuple[Ended, JsonObject]:
+        """The row's line. If it cannot be made of the answer, the row ends with that error."""
+        try:
+            if ended.output.error is None and isinstance(rows, BatchRows | PlainRows):
+                chosen = rows.chosen(row)
+                if chosen is not None:
+                    self._read(ended.output, *chosen)
+            return ended, rows.answer(row, ended, model)
+        except Exception as error:
+            refused = RefusedRow(ended.output.index, row_error(error), ended.output.prompt)
+        ended = Ended(ended.key, output_without_run(refused))
+        return ended, rows.answer(row, ended, model)
+
+    def _read(self, output: RequestOutput, choice: ToolChoice, has_tools: bool) -> None:
+        """Fill `content`, `reasoning` and `tool_calls` of its completions."""
+        kind = choice.forces, has_tools
+        if kind not in self._readers:
+            self._readers[kind] = self._preprocessor.reply_reader(None, "auto", has_tools, choice.forces)
+        self._readers[kind].read([output], choice)
