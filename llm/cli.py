@@ -84,7 +84,7 @@ def _add_plan(commands: Commands) -> None:
 
 
 def _add_chat(commands: Commands) -> None:
-    from llm.chat_loop import add_command
+    from llm.tools.chat import add_command
 
     add_command(commands)
 
@@ -100,7 +100,7 @@ def _add_doctor(commands: Commands) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from llm.doctor import report
+    from llm.tools.doctor import report
 
     return report()
 
@@ -124,7 +124,7 @@ def _add_kernels(commands: Commands) -> None:
 
 
 def _add_bench(commands: Commands) -> None:
-    from llm.bench.command import add_command
+    from llm.tools.bench.command import add_command
 
     add_command(commands)
 

@@ -35,9 +35,9 @@ class Planning:
         Raises:
             ValidationError, CheckpointError, UnsupportedModelError: as `LLM(...)` would.
         """
-        from llm.bench import stored
-        from llm.bench.calibrate import calibrate as measure
         from llm.startup.preview import preview
+        from llm.tools.bench import calibrate as stored
+        from llm.tools.bench.calibrate import calibrate as measure
 
         check_flag("calibrate", calibrate)
         known = {item.name for item in fields(EngineArgs)}

@@ -1,6 +1,6 @@
 """The methods of `LLM` that check a loaded model: beside transformers, and beside itself.
 
-Owns the methods; `llm.verification` has the checks.
+Owns the methods; `llm.tools.verify` has the checks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from llm.loading.source import FolderSource, ModelSource
 if TYPE_CHECKING:
     from llm.api.facade import LLM
     from llm.quantize.compare import Comparison
-    from llm.verification.selfcheck import SelfCheck
-    from llm.verification.verify import Verification
+    from llm.tools.verify import SelfCheck, Verification
 
 
 class VerifyingHost(ReportHost, Protocol):
@@ -50,7 +49,7 @@ class Verifying:
             ValidationError: there is no folder that transformers can read, or no text.
             OutOfMemoryError: there is no room for transformers' model.
         """
-        from llm.verification.verify import is_exact, verify
+        from llm.tools.verify import is_exact, verify
 
         self._open_engine()
         llm, args = cast("LLM", self), self._args
@@ -111,7 +110,7 @@ class Verifying:
         Raises:
             ValidationError: a stream is suspended.
         """
-        from llm.verification.selfcheck import selfcheck
+        from llm.tools.verify import selfcheck
 
         with self._exclusive():
             engine = self._begin()

@@ -11,8 +11,8 @@ import pytest
 from embedded import assert_idle, open_llm
 
 from llm import LLM, SamplingParams
-from llm.chat_loop import ChatLoop
 from llm.cli import main
+from llm.tools.chat import ChatLoop
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llm import doctor
-from llm.bench import calibrate
 from llm.cli import main
 from llm.kernels.cpu import build
+from llm.tools import doctor
+from llm.tools.bench import calibrate
 
 
 def named(root: Path = Path("/")) -> dict[str, doctor.Finding]:

@@ -58,7 +58,7 @@ LLAMA = {"llama.cpp, BF16": "BF16", "llama.cpp, Q8_0": "Q8_0"}
 
 def write(args: argparse.Namespace) -> int:
     """The checkpoint, then the GGUF files."""
-    from llm.bench.shapes import find_shape
+    from llm.tools.bench.shapes import find_shape
 
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ def greedy(llm: Any) -> Callable[[list[list[int]], int], list[list[int]]]:
 
 def ours(folder: str, arguments: dict[str, object]) -> dict[str, object]:
     from llm import LLM
-    from llm.bench.calibrate import calibrate, calibrate_for
+    from llm.tools.bench.calibrate import calibrate, calibrate_for
 
     before = calibrate(1.0).rates.bytes_per_s
     options = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "kv_cache_dtype": "float32"}
@@ -185,7 +185,7 @@ def ours(folder: str, arguments: dict[str, object]) -> dict[str, object]:
 
 
 def transformers(folder: str, dtype: str) -> dict[str, object]:
-    from llm.bench.compare import Transformers
+    from llm.tools.bench.compare import Transformers
 
     started = perf_counter()
     rival = Transformers.load(Path(folder))

@@ -25,10 +25,10 @@ from typing import Any
 import bench_experts
 import torch
 
-from llm.bench.calibrate import _read_rate
-from llm.engine.boundary import ModelCost
+from llm.engine.cost import ModelCost
 from llm.kernels.select import backend_for
 from llm.platforms import select_platform
+from llm.tools.bench.calibrate import _read_rate
 
 ROOT = Path(__file__).parents[2]
 MARKS = ("<!-- recurrent -->", "<!-- end of recurrent -->")
@@ -44,7 +44,7 @@ CONTEXT_SHAPE, STEPS = "granite-4.0-h-350m", 32
 
 
 def config_of(shape: str, layers: int) -> dict[str, Any]:
-    from llm.bench.shapes import find_shape
+    from llm.tools.bench.shapes import find_shape
 
     config = {**find_shape(shape), "dtype": "bfloat16", "num_hidden_layers": layers}
     config["layer_types"] = config["layer_types"][:layers]

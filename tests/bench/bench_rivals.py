@@ -37,8 +37,8 @@ from typing import Any
 import bench_experts as experts
 from rival_child import measure
 
-from llm.bench.workloads import PREFILL_REPS, make_workload
 from llm.kernels.cpu.library import choose_target, load_library
+from llm.tools.bench.workloads import PREFILL_REPS, make_workload
 
 MARKS = ("<!-- rivals -->", "<!-- end of rivals -->")
 QWEN, SMALL = "qwen2.5-0.5b", "model-b"
@@ -104,8 +104,8 @@ def write(args: argparse.Namespace) -> int:
     """Checkpoints with the embedded model's tokenizer, which is never asked; OpenVINO wants one."""
     from llm import LLM
     from llm.api import EMBEDDED_MODEL
-    from llm.bench.shapes import write_config
     from llm.loading.resolve import resolve_folder
+    from llm.tools.bench.shapes import write_config
 
     for shape, dtype in SHAPES.items():
         folder = Path(args.folder, shape)
@@ -141,7 +141,7 @@ def workloads_of(contestant: Contestant, rep: int) -> dict[str, dict[str, object
 def child(args: argparse.Namespace) -> int:
     """The sides that run in this interpreter, ours and transformers'; the task is on the standard input."""
     from llm import LLM
-    from llm.bench.compare import Transformers
+    from llm.tools.bench.compare import Transformers
 
     task = json.load(sys.stdin)
     options = {"max_model_len": 1024, "skip_tokenizer_init": True, "speculative_config": None, **task["options"]}

@@ -22,8 +22,8 @@ import torch
 
 from llm import LLM, SamplingParams
 from llm.api import EMBEDDED_MODEL
-from llm.bench import shapes
 from llm.loading.resolve import resolve_folder
+from llm.tools.bench import shapes
 
 CALLS = 7
 # name -> (rows, new tokens of each)

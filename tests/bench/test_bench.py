@@ -20,22 +20,19 @@ import pytest
 import torch
 from embedded import copy_model, engine_of, open_llm, python
 
-from llm.bench import calibrate, session, shapes
-from llm.bench.compare import Transformers, agreement
-from llm.bench.cost import decode_cost, prefill_cost
-from llm.bench.measure import Ours, Run, engine_figures, speed_figures
-from llm.bench.memory import private_bytes
-from llm.bench.profile import profile
-from llm.bench.shapes import SHAPES
-from llm.bench.tables import as_text
-from llm.bench.workloads import RECIPES, make_workload
 from llm.cli import main
-from llm.engine.boundary import AttentionCost, ModelCost, Phase, Rates, pairs
+from llm.engine.cost import AttentionCost, ModelCost, Phase, Rates, count_model, pairs
 from llm.engine.stats import EngineStats
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model_cls
-from llm.runner.cost import count_model
+from llm.tools.bench import calibrate, session, shapes
+from llm.tools.bench.compare import Transformers, agreement
+from llm.tools.bench.measure import Ours, Run, decode_cost, engine_figures, prefill_cost, private_bytes, speed_figures
+from llm.tools.bench.profile import profile
+from llm.tools.bench.report import as_text
+from llm.tools.bench.shapes import SHAPES
+from llm.tools.bench.workloads import RECIPES, make_workload
 
 MILLION, TERA, MB = 1e6, 1e12, 1 << 20
 DELAY = 0.1  # seconds, planted
@@ -244,7 +241,7 @@ def test_peak_memory_sees_what_was_freed() -> None:
 PEAK = """
 import time
 import torch
-from llm.bench.memory import PeakMemory
+from llm.tools.bench.measure import PeakMemory
 MB = 1 << 20
 with PeakMemory() as memory:
     before = memory.take()
@@ -327,7 +324,7 @@ def test_profile_finds_time_that_is_not_pytorch_s_and_leaves_nothing_behind(monk
         norm = next(module for module in modules.values() if getattr(module, "name", "") == "rms_norm")
         layer = next(module for name, module in modules.items() if name.endswith("down_proj"))
         now = [0.0]  # a clock that only the planted delays move
-        for module in ("llm.runner.profile", "llm.bench.profile"):
+        for module in ("llm.engine.profile", "llm.tools.bench.profile"):
             monkeypatch.setattr(f"{module}.perf_counter", lambda: now[0])
         for target, attribute in ((norm, "_forward_method"), (layer.quant_method, "apply")):
             slow(monkeypatch, target, attribute, now)

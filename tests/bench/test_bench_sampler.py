@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from llm.bench import sampler
 from llm.cli import main
+from llm.tools.bench import sampler
 
 
 def bench(*args: str) -> tuple[int, str, str]:

@@ -23,7 +23,6 @@ from tiny_models import TINY_MODELS, one_thread
 
 from llm import LLM, SamplingParams
 from llm.api import EMBEDDED_MODEL
-from llm.bench.profile import profile
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import EngineArgs
 from llm.engine.boundary import Runner
@@ -37,6 +36,7 @@ from llm.sampling_params import StructuredOutputsParams
 from llm.startup.build import make_runner
 from llm.startup.plan import make_plan
 from llm.startup.source import read_model
+from llm.tools.bench.profile import profile
 
 
 def only_token_68(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:

@@ -15,13 +15,13 @@ from tiny_models import TINY_MODELS, TinyModel, write_checkpoint
 
 from llm import LLM, SamplingParams, ValidationError
 from llm.api import EMBEDDED_MODEL
-from llm.bench import stored
-from llm.bench.calibrate import Calibration, Rate, usable_cores
+from llm.base.errors import OutOfMemoryError
 from llm.cli import main
-from llm.errors import OutOfMemoryError
 from llm.loading.checkpoint import Checkpoint
 from llm.platforms.cpu import CpuPlatform
 from llm.startup.preview import ModelPlan
+from llm.tools.bench import calibrate as stored
+from llm.tools.bench.calibrate import Calibration, Rate, usable_cores
 
 MIB = 1 << 20
 
@@ -172,7 +172,7 @@ def test_speed_is_measured_only_when_asked_and_remembered(monkeypatch: pytest.Mo
     assert LLM.plan().decode_tokens_per_second is None and "not measured" in str(LLM.plan())
     name, cores = CpuPlatform().get_device_name(), len(usable_cores())
     measured = Calibration(name, cores, torch.get_num_threads(), Rate(1e9, 0.0, 5), Rate(1e12, 0.5, 5), None)
-    monkeypatch.setattr("llm.bench.calibrate.calibrate", lambda seconds: measured)
+    monkeypatch.setattr("llm.tools.bench.calibrate.calibrate", lambda seconds: measured)
     for quantization in (None, "w4a16"):
         plan = LLM.plan(calibrate=True, quantization=quantization)
         assert plan.decode_tokens_per_second == pytest.approx(1e9 / plan.weight_bytes)  # the embedding is the LM head

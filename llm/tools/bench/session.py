@@ -18,17 +18,25 @@ import torch
 
 from llm.api import EMBEDDED_MODEL, LLM
 from llm.base.types import JsonObject
-from llm.bench.calibrate import Calibration, busy_warning, calibrate, calibrate_for
-from llm.bench.compare import Agreement, Transformers, agreement
-from llm.bench.measure import Contestant, Figure, Ours, Run, engine_figures, run_workload, speed_figures
-from llm.bench.memory import PeakMemory, private_bytes
-from llm.bench.options import WEIGHT_DTYPES, BenchOptions
-from llm.bench.profile import Profile, profile
-from llm.bench.shapes import write_config
-from llm.bench.workloads import find_recipe, make_workload
 from llm.config.engine import DTYPES, EngineConfig
 from llm.engine.boundary import ModelCost, Rates
 from llm.loading.resolve import resolve_folder
+from llm.tools.bench.calibrate import Calibration, busy_warning, calibrate, calibrate_for
+from llm.tools.bench.compare import Agreement, Transformers, agreement
+from llm.tools.bench.measure import (
+    Contestant,
+    Figure,
+    Ours,
+    PeakMemory,
+    Run,
+    engine_figures,
+    private_bytes,
+    run_workload,
+    speed_figures,
+)
+from llm.tools.bench.profile import Profile, profile
+from llm.tools.bench.shapes import write_config
+from llm.tools.bench.workloads import WEIGHT_DTYPES, BenchOptions, find_recipe, make_workload
 
 Say = Callable[[str], None]
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llm.api import LLM
     from llm.sampling_params import SamplingParams
 
+
 _HELP = '''/system TEXT         what the model is told first; without TEXT: nothing
 /reset               forget the conversation, keep what /system says
 /params              show what answers are drawn with

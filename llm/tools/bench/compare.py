@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from llm.base.quiet import quiet
-from llm.bench.measure import Figure, Tokens
 from llm.engine.stats import EngineStats
+from llm.tools.bench.measure import Figure, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,13 +19,13 @@ import torch
 
 import llm
 from llm.base import conflict
-from llm.bench.calibrate import CpuWatch, usable_cores
+from llm.base.errors import LLMError, ValidationError
 from llm.config import env
 from llm.config.engine import GIB
-from llm.errors import LLMError, ValidationError
 from llm.kernels.state import kernel_state, slower_targets
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.limits import cpu_quota
+from llm.tools.bench.calibrate import CpuWatch, usable_cores
 
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "tqdm", "jinja2")
 _EXTRAS = ("llguidance", "pandas", "pyarrow", "matplotlib", "ipywidgets", "datasets", "ray", "vllm")

@@ -17,10 +17,10 @@ import torch
 
 from llm.api import EMBEDDED_MODEL, LLM
 from llm.base.types import JsonObject
-from llm.bench.options import BenchOptions
-from llm.bench.session import Say, building_shape
-from llm.bench.workloads import draw_tokens
-from llm.sampling_params import SamplingParams, StructuredOutputsParams
+from llm.sampling_params import SamplingParams
+from llm.structured_params import StructuredOutputsParams
+from llm.tools.bench.session import Say, building_shape
+from llm.tools.bench.workloads import BenchOptions, draw_tokens
 
 ABOUT = {
     "w5": "a rewritten text: a prompt of 256, 192 new that copy it except for every 24th token",

@@ -14,9 +14,8 @@ import sys
 from time import perf_counter
 
 from llm.base.types import Commands
-from llm.bench.options import BenchOptions, invalid
-from llm.bench.shapes import SHAPES
-from llm.bench.workloads import RECIPES
+from llm.tools.bench.shapes import SHAPES
+from llm.tools.bench.workloads import RECIPES, BenchOptions, invalid
 
 _IMPORTS = ("torch", "llm.api")
 # Arguments of LLM that an option of the benchmark sets -> that option.
@@ -104,7 +103,7 @@ def _bench_sampler(args: argparse.Namespace, options: BenchOptions) -> int:
     if others != BenchOptions():
         name = next(item.name for item in dataclasses.fields(others) if getattr(others, item.name) != item.default)
         raise invalid("sampler", True, f"alone, with --reps, --threads and --json: {name} concerns a model")
-    from llm.bench.sampler import as_line, as_object, run_sampler_bench
+    from llm.tools.bench.sampler import as_line, as_object, run_sampler_bench
 
     _use_threads(options)
     if args.json:
@@ -119,8 +118,8 @@ def _bench_speculation(args: argparse.Namespace, options: BenchOptions) -> int:
     for name in ("against", "profile", "workloads"):
         if getattr(options, name) != getattr(BenchOptions, name):
             raise invalid("speculation", True, f"without {name}: it has workloads of its own")
-    from llm.bench.session import Progress
-    from llm.bench.speculation import as_line, as_object, run_speculation_bench
+    from llm.tools.bench.session import Progress
+    from llm.tools.bench.speculation import as_line, as_object, run_speculation_bench
 
     _use_threads(options)
     if args.json:
@@ -144,9 +143,8 @@ def _bench(args: argparse.Namespace) -> int:
     if args.speculation:
         return _bench_speculation(args, options)
     imports = time_imports()
-    from llm.bench.report import as_object
-    from llm.bench.session import Progress, run_session
-    from llm.bench.tables import as_text
+    from llm.tools.bench.report import as_object, as_text
+    from llm.tools.bench.session import Progress, run_session
 
     report = as_object(run_session(options, imports, Progress()))
     print(json.dumps(report, indent=2, allow_nan=False) if args.json else as_text(report))

@@ -7,19 +7,20 @@ run's time is divided by the number of decode steps. A batch is measured by its 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
 
 from llm.api import LLM
-from llm.bench.calibrate import CpuWatch
-from llm.bench.cost import decode_cost, prefill_cost
-from llm.bench.workloads import PREFILL_REPS, Workload, make_workload
-from llm.engine.boundary import ModelCost, Rates
+from llm.engine.cost import ModelCost, Phase, Rates
 from llm.engine.stats import EngineStats
 from llm.sampling_params import SamplingParams
+from llm.tools.bench.calibrate import CpuWatch
+from llm.tools.bench.workloads import PREFILL_REPS, Workload, make_workload
 
 Tokens = list[list[int]]
 
@@ -190,3 +191,59 @@ def _difference(after: EngineStats, before: EngineStats) -> EngineStats:
         item.name: getattr(after, item.name) - getattr(before, item.name) for item in dataclasses.fields(EngineStats)
     }
     return EngineStats(**changes)
+
+
+def prefill_cost(model: ModelCost, workload: Workload) -> Phase:
+    """All prompts in one pass over the weights, a shared prefix once, and one sampled token per prompt."""
+    shared = workload.recipe.shared_prefix
+    spans = [(shared if row else 0, len(prompt)) for row, prompt in enumerate(workload.prompts)]
+    return Phase(model.operations(spans, len(spans)), model.bytes_per_step)
+
+
+def decode_cost(model: ModelCost, workload: Workload) -> Phase:
+    """The tokens after the first of each request, all requests in the same steps."""
+    steps = workload.recipe.max_tokens - 1
+    spans = [(len(prompt), len(prompt) + steps) for prompt in workload.prompts]
+    states = 2 * steps * len(spans) * model.state_bytes  # read and written
+    nbytes = steps * model.bytes_per_step + model.kv_bytes(spans) + states
+    return Phase(model.operations(spans, steps * len(spans)), nbytes)
+
+
+# Long enough to cost a thousandth of the time, short enough to sample within a step of a large model.
+_SAMPLE_SECONDS = 0.02
+_STATUS = Path("/proc/self/status")
+
+
+def private_bytes() -> int | None:
+    """Current anonymous memory (RssAnon); None without /proc."""
+    if not _STATUS.exists():
+        return None
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+class PeakMemory:
+    """Context manager: a thread samples private memory."""
+
+    def __init__(self) -> None:
+        self._peak = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="peak memory")
+
+    def take(self) -> int | None:
+        """The peak since the last `take`, in bytes; None: unknown."""
+        now = private_bytes()
+        peak, self._peak = self._peak, 0
+        return None if now is None else max(peak, now)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_SAMPLE_SECONDS):
+            self._peak = max(self._peak, private_bytes() or 0)
