@@ -25,9 +25,6 @@ from llm.base.optional import optional_package
 from llm.base.types import JsonObject
 from llm.engine.rows import ON_TOO_LONG
 from llm.errors import OutOfMemoryError
-from llm.jobs.adapters import JobAdapters
-from llm.jobs.requests import ANSWER_COLUMNS
-from llm.jobs.shared_journal import SharedJournal
 from llm.jobs.journal import SharedJournal
 from llm.jobs.requests import ANSWER_COLUMNS, JobAdapters
 from llm.jobs.tables import Form, arrow_type

@@ -16,14 +16,13 @@ from pathlib import Path
 import torch
 
 from llm.base.disk import sync
-from llm.base.errors import JobError, ValidationError
 from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.config.engine import EngineArgs, EngineConfig
 from llm.engine.boundary import PoolingPlan
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.rows import AnyRow, RefusedRow
-from llm.errors import ValidationError
+from llm.errors import JobError, ValidationError
 from llm.jobs.journal import difference
 from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.resolve import resolve_folder

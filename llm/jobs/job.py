@@ -20,7 +20,13 @@ import numpy as np
 from llm.api.flow import Entry, Flow, FlowHost
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice, check_flag, refuse
-from llm.base.errors import (
+from llm.base.text import clip, list_names, quote
+from llm.base.types import JsonObject
+from llm.engine.interrupt import InterruptGuard
+from llm.engine.output import PromptState, output_without_run
+from llm.engine.progress import Progress, check_use_tqdm
+from llm.engine.rows import ON_TOO_LONG, AnyRow, RefusedRow, Row
+from llm.errors import (
     GenerationInterrupted,
     JobError,
     JobInterrupted,
@@ -30,13 +36,6 @@ from llm.base.errors import (
     ValidationError,
     is_out_of_memory,
 )
-from llm.base.text import clip, list_names, quote
-from llm.base.types import JsonObject
-from llm.engine.interrupt import InterruptGuard
-from llm.engine.output import PromptState, output_without_run
-from llm.engine.pooler import PoolingPlan
-from llm.engine.progress import Progress, check_use_tqdm
-from llm.engine.rows import ON_TOO_LONG, AnyRow, RefusedRow, Row
 from llm.jobs.identity import check_finished, check_recordable, digest_of, rows_key, sum_of, write_finished
 from llm.jobs.journal import Answer, Answers, Ended, Journal, Partials
 from llm.jobs.requests import (
@@ -56,6 +55,7 @@ from llm.jobs.tables import Columns, Form, Read, read_file, read_rows, suffix_of
 from llm.outputs import RequestOutput
 from llm.outputs_json import params_as_json, plain
 from llm.pooling_params import PoolingParams
+from llm.runner.pooler import PoolingPlan
 from llm.sampling_params import SamplingParams
 
 _BATCH = 256  # prompts

@@ -38,9 +38,8 @@ import numpy as np
 from llm.base.disk import sync
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
-from llm.errors import JobError
-from llm.outputs_read import check_form, check_output
 from llm.engine.rows import Row
+from llm.errors import JobError
 from llm.outputs import RequestOutput
 from llm.outputs_json import output_as_json
 from llm.outputs_read import check_form, check_output, output_from_json

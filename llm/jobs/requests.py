@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from llm.base.text import clip, list_names, quote
+import numpy as np
+
+from llm.base.checks import check_choice, refuse
+from llm.base.text import clip, list_names, quote, show
 from llm.base.types import JsonObject
 from llm.errors import ValidationError, nearest
-import numpy as np
-from llm.base.checks import check_choice, refuse
-from llm.base.errors import ValidationError, nearest
-from llm.base.text import clip, list_names, quote, show
-from llm.engine.pooler import PoolingPlan
 from llm.inputs import LoRARequest
 from llm.jobs.bodies import (
     PARAM_TYPES,
@@ -39,6 +37,7 @@ from llm.jobs.tables import Form
 from llm.pooling_params import PoolingParams
 from llm.replies.calls import json_value
 from llm.replies.choice import ToolChoice
+from llm.runner.pooler import PoolingPlan
 from llm.sampling_params import SamplingParams
 
 # In how a template writes a column: a width that may take gigabytes, or one that is another column.

@@ -20,8 +20,10 @@ from llm.api.adapters import give_adapters
 from llm.api.flow import FlowHost
 from llm.api.ranking import asked_text
 from llm.base.text import clip
+from llm.base.types import JsonObject
 from llm.engine.boundary import QWEN3_RERANKER
 from llm.engine.engine import Engine
+from llm.engine.output import output_without_run
 from llm.engine.pooling_rows import PoolingRows, Prefix
 from llm.engine.preprocess import Place, Preprocessor
 from llm.engine.rows import AnyRow, RefusedRow
@@ -34,14 +36,6 @@ from llm.errors import (
     ValidationError,
     is_out_of_memory,
 )
-from llm.base.text import clip
-from llm.base.types import JsonObject
-from llm.engine.engine import Engine
-from llm.engine.output import output_without_run
-from llm.engine.pooler import QWEN3_RERANKER
-from llm.engine.pooling_rows import PoolingRows, Prefix
-from llm.engine.preprocess import Place, Preprocessor
-from llm.engine.rows import AnyRow, RefusedRow
 from llm.inputs import LoRARequest
 from llm.jobs.journal import Ended
 from llm.jobs.requests import BatchRows, BatchVectors, PlainRows, PlainVectors, Wanted
@@ -49,6 +43,7 @@ from llm.jobs.tables import Read
 from llm.outputs import RequestOutput
 from llm.replies.choice import ToolChoice
 from llm.replies.reader import ReplyReader
+from llm.runner.pooler import QWEN3_RERANKER
 from llm.tokenizer import Tokenizer
 
 Generating = PlainRows | BatchRows

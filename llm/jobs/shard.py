@@ -14,7 +14,6 @@ from pathlib import Path
 
 from llm.base.types import JsonObject
 from llm.errors import JobError, ValidationError
-from llm.jobs.finished import merge_finished
 from llm.jobs.identity import merge_finished
 from llm.jobs.tables import read_rows, schema_of, write_rows
 

@@ -19,9 +19,9 @@ import torch
 
 import llm
 from llm.base import conflict
-from llm.base.errors import LLMError, ValidationError
 from llm.config import env
 from llm.config.engine import GIB
+from llm.errors import LLMError, ValidationError
 from llm.kernels.state import kernel_state, slower_targets
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.limits import cpu_quota

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llm.base.errors import OutOfMemoryError, ValidationError
 from llm.base.quiet import quiet
 from llm.engine.engine import Engine
 from llm.engine.output import PromptState
 from llm.engine.preprocess import Preprocessor
 from llm.engine.rows import Row
+from llm.errors import OutOfMemoryError, ValidationError
 from llm.outputs import RequestOutput
 from llm.platforms import select_platform
 from llm.sampling_params import SamplingParams

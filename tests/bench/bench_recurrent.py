@@ -25,9 +25,9 @@ from typing import Any
 import bench_experts
 import torch
 
-from llm.engine.cost import ModelCost
 from llm.kernels.select import backend_for
 from llm.platforms import select_platform
+from llm.runner.cost import ModelCost
 from llm.tools.bench.calibrate import _read_rate
 
 ROOT = Path(__file__).parents[2]

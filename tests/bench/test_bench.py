@@ -21,11 +21,11 @@ import torch
 from embedded import copy_model, engine_of, open_llm, python
 
 from llm.cli import main
-from llm.engine.cost import AttentionCost, ModelCost, Phase, Rates, count_model, pairs
 from llm.engine.stats import EngineStats
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model_cls
+from llm.runner.cost import AttentionCost, ModelCost, Phase, Rates, count_model, pairs
 from llm.tools.bench import calibrate, session, shapes
 from llm.tools.bench.compare import Transformers, agreement
 from llm.tools.bench.measure import Ours, Run, decode_cost, engine_figures, prefill_cost, private_bytes, speed_figures
@@ -324,7 +324,7 @@ def test_profile_finds_time_that_is_not_pytorch_s_and_leaves_nothing_behind(monk
         norm = next(module for module in modules.values() if getattr(module, "name", "") == "rms_norm")
         layer = next(module for name, module in modules.items() if name.endswith("down_proj"))
         now = [0.0]  # a clock that only the planted delays move
-        for module in ("llm.engine.profile", "llm.tools.bench.profile"):
+        for module in ("llm.runner.profile", "llm.tools.bench.profile"):
             monkeypatch.setattr(f"{module}.perf_counter", lambda: now[0])
         for target, attribute in ((norm, "_forward_method"), (layer.quant_method, "apply")):
             slow(monkeypatch, target, attribute, now)

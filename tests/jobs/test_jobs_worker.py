@@ -16,9 +16,6 @@ from llm import LLM, SamplingParams, ValidationError
 from llm.engine.output import output_without_run
 from llm.engine.rows import RefusedRow
 from llm.errors import JobError, OutOfMemoryError
-from llm.jobs.adapters import JobAdapters
-from llm.jobs.journal import encode
-from llm.jobs.shared_journal import SharedJournal
 from llm.jobs.journal import SharedJournal, encode
 from llm.jobs.requests import JobAdapters
 from llm.jobs.worker import PieceRows, RowWorker, plain_row

@@ -15,8 +15,8 @@ from tiny_models import TINY_MODELS, TinyModel, write_checkpoint
 
 from llm import LLM, SamplingParams, ValidationError
 from llm.api import EMBEDDED_MODEL
-from llm.base.errors import OutOfMemoryError
 from llm.cli import main
+from llm.errors import OutOfMemoryError
 from llm.loading.checkpoint import Checkpoint
 from llm.platforms.cpu import CpuPlatform
 from llm.startup.preview import ModelPlan

@@ -17,8 +17,7 @@ import torch
 
 from llm.api import EMBEDDED_MODEL, LLM
 from llm.base.types import JsonObject
-from llm.sampling_params import SamplingParams
-from llm.structured_params import StructuredOutputsParams
+from llm.sampling_params import SamplingParams, StructuredOutputsParams
 from llm.tools.bench.session import Say, building_shape
 from llm.tools.bench.workloads import BenchOptions, draw_tokens
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from llm.base.errors import ValidationError, nearest
 from llm.base.types import JsonObject
+from llm.errors import ValidationError, nearest
 from llm.tools.bench.shapes import find_shape
 
 # A stream's prefill is timed with the ids of repetition rep + PREFILL_REPS, so rep must be below it.
