@@ -43,7 +43,6 @@ from llm.jobs.tables import Read
 from llm.outputs import RequestOutput
 from llm.replies.choice import ToolChoice
 from llm.replies.reader import ReplyReader
-from llm.runner.pooler import QWEN3_RERANKER
 from llm.tokenizer import Tokenizer
 
 Generating = PlainRows | BatchRows
