@@ -20,12 +20,13 @@ from time import perf_counter
 import torch
 
 from llm.base.types import JsonObject
+from llm.engine.boundary import Rates
 from llm.kernels.backend import Backend
 from llm.kernels.select import backend_for
 from llm.kernels.state import is_private, private_cache
 from llm.kernels.weight import Weight
 from llm.platforms import select_platform
-from llm.runner.cost import ModelCost, Rates
+from llm.runner.cost import ModelCost
 
 # Larger than the caches of most machines; on small machines a share of the free memory.
 _READ_BYTES = 1 << 30

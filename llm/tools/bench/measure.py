@@ -16,8 +16,9 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from llm.api import LLM
+from llm.engine.boundary import Phase, Rates
 from llm.engine.stats import EngineStats
-from llm.runner.cost import ModelCost, Phase, Rates
+from llm.runner.cost import ModelCost
 from llm.sampling_params import SamplingParams
 from llm.tools.bench.calibrate import CpuWatch
 from llm.tools.bench.workloads import PREFILL_REPS, Workload, make_workload

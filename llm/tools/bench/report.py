@@ -34,8 +34,7 @@ import torch
 from llm import __version__
 from llm.base.types import JsonObject
 from llm.base.types import JsonObject as Report
-from llm.runner.cost import Phase, Rates
-from llm.runner.profile import PhaseTime
+from llm.engine.boundary import Phase, PhaseTime, Rates
 from llm.tools.bench.compare import Transformers, advantage
 from llm.tools.bench.measure import Figure, Ours, decode_cost, prefill_cost
 from llm.tools.bench.profile import Profile
