@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    LayerConfig,
-    PreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_mamba2,
-    read_rms_norm,
-)
+from llm.models import decoder as d
 
 
-class BambaForCausalLM(DecoderForCausalLM):
+class BambaForCausalLM(d.DecoderForCausalLM):
     renames = (
         ("model.layers.*.feed_forward", "model.layers.*.mlp"),
         ("model.layers.*.pre_ff_layernorm", "model.layers.*.post_attention_layernorm"),
@@ -26,25 +13,25 @@ class BambaForCausalLM(DecoderForCausalLM):
     )
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.ignore("num_logits_to_keep", "z_loss_coefficient")  # of transformers' own forward and of training
-        rope, norm = reader.rope(default_share=0.5), read_rms_norm(reader, 1e-5)
-        bias, heads = reader.boolean("attention_bias", False), read_heads(reader, default_kv_heads=8)
+        rope, norm = reader.rope(default_share=0.5), d.read_rms_norm(reader, 1e-5)
+        bias, heads = reader.boolean("attention_bias", False), d.read_heads(reader, default_kv_heads=8)
         reader.expect("attn_rotary_emb", int(heads.size * rope.partial_rotary_factor))
-        attention = AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias)
-        mamba = read_mamba2(reader, norm.eps)
-        mlp = GatedMLPConfig(
+        attention = d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias)
+        mamba = d.read_mamba2(reader, norm.eps)
+        mlp = d.GatedMLPConfig(
             reader.positive("intermediate_size", 14336),
             reader.string("hidden_act", "silu"),
             reader.boolean("mlp_bias", False),
         )
         attends = set(reader.integers("attn_layer_indices") or ())
-        return read_decoder(
+        return d.read_decoder(
             reader,
             [
-                LayerConfig(attention=attention if index in attends else mamba, mlp=mlp, norms=PreNorms(norm))
+                d.LayerConfig(attention=attention if index in attends else mamba, mlp=mlp, norms=d.PreNorms(norm))
                 for index in range(reader.positive("num_hidden_layers"))
             ],
             norm,
-            positions=longest_sequence(reader, rope, 262_144),
+            positions=d.longest_sequence(reader, rope, 262_144),
         )

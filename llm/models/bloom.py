@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    Heads,
-    LayerConfig,
-    PlainMLPConfig,
-    PreNorms,
-    alibi_slopes,
-    read_layer_norm,
-)
+from llm.models import decoder as d
 
 _LAYER = (
     ("self_attention.query_key_value", "self_attn.qkv_proj"),
@@ -31,17 +18,17 @@ _MODEL = (
 )
 
 
-class BloomForCausalLM(DecoderForCausalLM):
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
+class BloomForCausalLM(d.DecoderForCausalLM):
+    packed_modules_mapping = d.NOTHING_PACKED
     # The first checkpoints lack the prefix "transformer.".
-    renames: ClassVar[tuple[tuple[str, str], ...]] = tuple(
+    renames = tuple(
         (f"{prefix}{source}", target)
         for prefix in ("transformer.", "")
         for source, target in (*((f"h.*.{old}", f"model.layers.*.{new}") for old, new in _LAYER), *_MODEL)
     )
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         # The first checkpoints have names of their own for sizes, and switches of the code that trained them.
         hidden = reader.positive("n_embed", reader.positive("hidden_size", 64))
         heads = reader.positive("n_head", reader.positive("num_attention_heads", 8))
@@ -49,19 +36,19 @@ class BloomForCausalLM(DecoderForCausalLM):
         reader.expect("n_inner", 4 * hidden)
         reader.ignore("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi")
         reader.ignore("skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "unk_token_id")
-        norm = read_layer_norm(reader, "layer_norm_epsilon")
-        layer = LayerConfig(
-            attention=AttentionConfig(
-                Heads(heads, heads, hidden // heads),
+        norm = d.read_layer_norm(reader, "layer_norm_epsilon")
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(
+                d.Heads(heads, heads, hidden // heads),
                 qkv_bias=True,
                 out_bias=True,
                 qkv_by_key_head=True,
-                alibi_slopes=alibi_slopes(heads),
+                alibi_slopes=d.alibi_slopes(heads),
             ),
-            mlp=PlainMLPConfig(4 * hidden, "gelu_new", bias=True),
-            norms=PreNorms(norm),
+            mlp=d.PlainMLPConfig(4 * hidden, "gelu_new", bias=True),
+            norms=d.PreNorms(norm),
         )
-        config = DecoderConfig(
+        config = d.DecoderConfig(
             vocab_size=reader.positive("vocab_size"),
             hidden_size=hidden,
             max_position_embeddings=reader.positive("seq_length", 2048),

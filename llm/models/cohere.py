@@ -2,44 +2,56 @@
 
 from __future__ import annotations
 
-from llm.layers.rotary import RopeParameters
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    LayerConfig,
-    ParallelNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_layer_norm,
-)
+from dataclasses import replace
+
+from llm.models import decoder as d
 
 
-class CohereForCausalLM(DecoderForCausalLM):
+class CohereForCausalLM(d.DecoderForCausalLM):
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.expect("use_qk_norm", False)  # command-r-plus alone: a norm for each head
         rope = reader.rope(500_000.0)
         return cohere_decoder(reader, rope, [cohere_attention(reader, rope)] * reader.positive("num_hidden_layers"))
 
 
-def cohere_attention(reader: ConfigReader, rope: RopeParameters) -> AttentionConfig:
+def cohere_attention(reader: d.ConfigReader, rope: d.RopeParameters) -> d.AttentionConfig:
     bias = reader.boolean("attention_bias", False)
-    return AttentionConfig(read_heads(reader), rope, rope_interleaved=True, qkv_bias=bias, out_bias=bias)
+    return d.AttentionConfig(d.read_heads(reader), rope, rope_interleaved=True, qkv_bias=bias, out_bias=bias)
 
 
-def cohere_decoder(reader: ConfigReader, rope: RopeParameters, attention: list[AttentionConfig]) -> DecoderConfig:
+def cohere_decoder(
+    reader: d.ConfigReader, rope: d.RopeParameters, attention: list[d.AttentionConfig]
+) -> d.DecoderConfig:
     """All that is around the attention layers of Command R, R7B and A."""
-    norm = read_layer_norm(reader, has_bias=False)
-    mlp = GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
-    return read_decoder(
+    norm = d.read_layer_norm(reader, has_bias=False)
+    mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
+    return d.read_decoder(
         reader,
-        [LayerConfig(attention=part, mlp=mlp, norms=ParallelNorms(norm)) for part in attention],
+        [d.LayerConfig(attention=part, mlp=mlp, norms=d.ParallelNorms(norm)) for part in attention],
         norm,
-        positions=longest_sequence(reader, rope, 8192),
+        positions=d.longest_sequence(reader, rope, 8192),
         tied=True,
         logits_divisor=1.0 / reader.positive_number("logit_scale", 0.0625),
     )
+
+
+class Cohere2ForCausalLM(d.DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        pattern = reader.positive("sliding_window_pattern", reader.positive("_sliding_window_pattern", 4))
+        _expect_older_keys(reader, pattern)
+        rope = reader.rope()
+        attention, windows = cohere_attention(reader, rope), d.windows_by_pattern(reader, 4096, pattern)
+        parts = [replace(attention, sliding_window=size, rope=rope if size else None) for size in windows]
+        return cohere_decoder(reader, rope, parts)
+
+
+def _expect_older_keys(reader: d.ConfigReader, pattern: int) -> None:
+    """What the published files carry and transformers does not read."""
+    reader.expect("layer_switch", pattern)
+    reader.expect("order_of_interleaved_layers", "local_attn_first")
+    reader.expect("position_embedding_type", "rope_gptj")
+    reader.expect("rotary_pct", 1.0)
+    for key in ("use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding"):
+        reader.expect(key, True)

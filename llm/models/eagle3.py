@@ -19,34 +19,21 @@ from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from llm.layers.linear import ReplicatedLinear
 from llm.layers.logits import LogitsLayer
 from llm.layers.parallel import SINGLE, TensorParallel
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    BuildContext,
-    GatedMLPConfig,
-    LayerConfig,
-    NormConfig,
-    Norms,
-    longest_sequence,
-    read_heads,
-    read_rms_norm,
-)
-from llm.models.decoder.layer import DecoderLayer, add_norm
-from llm.models.interface import BuildOptions
+from llm.models import decoder as d
 from llm.quantization.unquantized import new_parameter
 
 NUM_TAPS = 3
 
 
 @dataclass(frozen=True)
-class Eagle3Norms(Norms):
+class Eagle3Norms(d.Norms):
     """Of the embedding, of the hidden state, and before the feed-forward.
 
     Attributes:
         before_residual: the normed hidden state is what the attention's output is added to.
     """
 
-    norm: NormConfig
+    norm: d.NormConfig
     before_residual: bool
 
 
@@ -64,7 +51,7 @@ class Eagle3Config:
     hidden_size: int
     target_size: int
     max_position_embeddings: int
-    layer: LayerConfig
+    layer: d.LayerConfig
     norms: Eagle3Norms
     taps: tuple[int, ...] | None
     has_embedding: bool = True
@@ -74,10 +61,10 @@ class Eagle3Config:
         return tuple(sorted({2, layers // 2, layers - 3} if self.taps is None else self.taps))
 
 
-class Eagle3Layer(DecoderLayer):
+class Eagle3Layer(d.DecoderLayer):
     """Attention reads the embedding of a token beside the hidden state before it."""
 
-    def __init__(self, config: Eagle3Config, context: BuildContext, prefix: str) -> None:
+    def __init__(self, config: Eagle3Config, context: d.BuildContext, prefix: str) -> None:
         super().__init__(config.layer, context, prefix)
         norm, size = config.norms.norm, context.hidden_size
         self.input_layernorm = norm.build(size, context)
@@ -104,25 +91,25 @@ class Eagle3ForCausalLM(Patchable):
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
-    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+    renames = (
         ("model.layers.0", "midlayer"),
         ("layers.0", "midlayer"),
         *((f"model.{name}", name) for name in ("midlayer", "embed_tokens", "fc", "norm")),
     )
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> Eagle3Config:
+    def read_config(cls, reader: d.ConfigReader) -> Eagle3Config:
         size, rope = reader.positive("hidden_size"), reader.rope()
         bias = reader.boolean("attention_bias", False)
-        attention = AttentionConfig(
-            read_heads(reader), rope, qkv_bias=bias, out_bias=bias, input_size=2 * size
+        attention = d.AttentionConfig(
+            d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias, input_size=2 * size
         )  # the embedding and the hidden state
-        mlp = GatedMLPConfig(
+        mlp = d.GatedMLPConfig(
             reader.positive("intermediate_size"),
             reader.string("hidden_act", "silu"),
             reader.boolean("mlp_bias", False),
         )
-        norms = Eagle3Norms(read_rms_norm(reader), reader.boolean("norm_before_residual", False))
+        norms = Eagle3Norms(d.read_rms_norm(reader), reader.boolean("norm_before_residual", False))
         reader.expect("num_hidden_layers", 1)
         reader.expect("tie_word_embeddings", False)
         vocabulary = reader.positive("vocab_size")
@@ -131,8 +118,8 @@ class Eagle3ForCausalLM(Patchable):
             reader.positive("draft_vocab_size", vocabulary),
             size,
             reader.positive("target_hidden_size", size),
-            longest_sequence(reader, rope),
-            LayerConfig(attention=attention, mlp=mlp, norms=norms),
+            d.longest_sequence(reader, rope),
+            d.LayerConfig(attention=attention, mlp=mlp, norms=norms),
             norms,
             _read_taps(reader),
         )
@@ -147,9 +134,9 @@ class Eagle3ForCausalLM(Patchable):
     ) -> Sequence[StateSpec]:
         return config.layer.states(dtype, tp)
 
-    def __init__(self, config: Eagle3Config, options: BuildOptions) -> None:
+    def __init__(self, config: Eagle3Config, options: d.BuildOptions) -> None:
         super().__init__()
-        context = BuildContext(options, config.hidden_size)
+        context = d.BuildContext(options, config.hidden_size)
         size, drafted = config.hidden_size, config.draft_vocab_size
         self.config = config
         self.embed_tokens: VocabParallelEmbedding | None = None
@@ -184,7 +171,7 @@ class Eagle3ForCausalLM(Patchable):
         self, embedded: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Float [N, H] twice -> (what `compute_logits` takes, the hidden states for the next token), [N, H] each."""
-        return add_norm(self.norm, *self.midlayer.drafted(embedded, hidden, batch))
+        return d.add_norm(self.norm, *self.midlayer.drafted(embedded, hidden, batch))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float [L, H] -> float32 [L, vocab]; tokens that the head does not have are at -inf."""
@@ -206,14 +193,14 @@ class Eagle3ForCausalLM(Patchable):
         return param.numel()
 
 
-def _read_taps(reader: ConfigReader) -> tuple[int, ...] | None:
+def _read_taps(reader: d.ConfigReader) -> tuple[int, ...] | None:
     """From the key of vLLM, in `eagle_config` or beside it."""
     key = "eagle_aux_hidden_state_layer_ids"
     inside = reader.nested("eagle_config")
     use = inside.get("use_aux_hidden_state", True)
     if use is not True:
         raise reader.error("use_aux_hidden_state", use, "true: three hidden states are read")
-    given = ConfigReader(inside, "config.json, eagle_config").integers(key) or reader.integers(key)
+    given = d.ConfigReader(inside, "config.json, eagle_config").integers(key) or reader.integers(key)
     if given is None:
         return None
     if len(given) != NUM_TAPS:

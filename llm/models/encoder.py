@@ -18,9 +18,7 @@ from llm.forward import ForwardBatch
 from llm.kernels.select import backend_of_construction
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.linear import ReplicatedLinear
-from llm.models.decoder import BuildContext, DecoderConfig, DecoderForCausalLM, NormConfig
-from llm.models.decoder.layer import add_norm
-from llm.models.interface import BuildOptions
+from llm.models import decoder as d
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,11 @@ class ClassifierConfig:
 
     activation: str
     bias: bool = True
-    norm: NormConfig | None = None
+    norm: d.NormConfig | None = None
 
 
 @dataclass(frozen=True)
-class EncoderConfig(DecoderConfig):
+class EncoderConfig(d.DecoderConfig):
     """An encoder.
 
     Attributes:
@@ -55,7 +53,7 @@ class EncoderConfig(DecoderConfig):
     pooling_type: str = "CLS"
 
 
-class EncoderModel(DecoderForCausalLM):
+class EncoderModel(d.DecoderForCausalLM):
     """The base class of encoders.
 
     Class attributes, beside those of `CausalLM`:
@@ -69,9 +67,9 @@ class EncoderModel(DecoderForCausalLM):
     token_heads: ClassVar[Mapping[str, str]] = {"classifier": "head.out"}
     other_heads: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, config: EncoderConfig, options: BuildOptions) -> None:
+    def __init__(self, config: EncoderConfig, options: d.BuildOptions) -> None:
         super().__init__(config, options)
-        context = BuildContext(options, config.hidden_size)
+        context = d.BuildContext(options, config.hidden_size)
         self._add = backend_of_construction().op("add")
         self.token_types: VocabParallelEmbedding | None = None
         if config.token_types:
@@ -79,7 +77,7 @@ class EncoderModel(DecoderForCausalLM):
                 config.token_types, config.hidden_size, prefix="token_types", padding_size=1, **context.common
             )
 
-    def _build_score(self, classes: int, context: BuildContext) -> None:
+    def _build_score(self, classes: int, context: d.BuildContext) -> None:
         by_token = self.config.classes_by_token
         used = (self.token_heads if by_token else self.heads) if classes else {}
         self.left_out = (*self.other_heads, *(name for name in self.heads if name not in used))
@@ -103,11 +101,11 @@ class EncoderModel(DecoderForCausalLM):
         last = terms.pop() if terms and model.embed_norm is not None else None
         for term in terms:
             hidden = self._add(hidden, term)
-        return hidden if model.embed_norm is None else add_norm(model.embed_norm, hidden, last)[0]
+        return hidden if model.embed_norm is None else d.add_norm(model.embed_norm, hidden, last)[0]
 
 
 class _Classifier(Patchable):
-    def __init__(self, classes: int, config: ClassifierConfig, context: BuildContext) -> None:
+    def __init__(self, classes: int, config: ClassifierConfig, context: d.BuildContext) -> None:
         super().__init__()
         size, dtype = context.hidden_size, context.options.params_dtype
         self.dense: ReplicatedLinear | None = None

@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    Heads,
-    LayerConfig,
-    NormConfig,
-    Norms,
-    ParallelNorms,
-    PlainMLPConfig,
-    PreNorms,
-    alibi_slopes,
-    longest_sequence,
-    read_decoder,
-    read_layer_norm,
-)
+from llm.models import decoder as d
 
 _LAYER = (
     ("self_attention.query_key_value", "self_attn.qkv_proj"),
@@ -34,9 +16,9 @@ _LAYER = (
 )
 
 
-class FalconForCausalLM(DecoderForCausalLM):
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
-    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+class FalconForCausalLM(d.DecoderForCausalLM):
+    packed_modules_mapping = d.NOTHING_PACKED
+    renames = (
         *((f"transformer.h.*.{theirs}", f"model.layers.*.{ours}") for theirs, ours in _LAYER),
         ("transformer.h", "model.layers"),
         ("transformer.word_embeddings", "model.embed_tokens"),
@@ -44,16 +26,16 @@ class FalconForCausalLM(DecoderForCausalLM):
     )
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.expect("apply_residual_connection_post_layernorm", False)
         hidden, bias = reader.positive("hidden_size"), reader.boolean("bias", False)
-        rope, norm = reader.rope(), read_layer_norm(reader, "layer_norm_epsilon")
+        rope, norm = reader.rope(), d.read_layer_norm(reader, "layer_norm_epsilon")
         is_new = reader.boolean("new_decoder_architecture", False)
         inner = reader.positive("ffn_hidden_size", 4 * hidden)
         reader.expect("ff_factor", inner // hidden)
         heads, has_alibi = _heads(reader, is_new), reader.boolean("alibi", False)
-        layer = LayerConfig(
-            attention=AttentionConfig(
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(
                 heads,
                 None if has_alibi else rope,
                 qkv_bias=bias,
@@ -61,31 +43,31 @@ class FalconForCausalLM(DecoderForCausalLM):
                 qkv_by_key_head=True,
                 alibi_slopes=_slopes(heads) if has_alibi else None,
             ),
-            mlp=PlainMLPConfig(inner, reader.string("activation", "gelu"), bias),
+            mlp=d.PlainMLPConfig(inner, reader.string("activation", "gelu"), bias),
             norms=_norms(reader, norm, is_new),
         )
-        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope), tied=True)
+        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope), tied=True)
 
 
-def _heads(reader: ConfigReader, is_new: bool) -> Heads:
+def _heads(reader: d.ConfigReader, is_new: bool) -> d.Heads:
     """`multi_query`: one key head; the newer checkpoints say how many."""
     query = reader.positive("num_attention_heads")
     is_multi_query, named = reader.boolean("multi_query", True), reader.positive("num_kv_heads", query)
-    return Heads(query, named if is_new or not is_multi_query else 1, reader.positive("hidden_size") // query)
+    return d.Heads(query, named if is_new or not is_multi_query else 1, reader.positive("hidden_size") // query)
 
 
-def _slopes(heads: Heads) -> tuple[float, ...]:
+def _slopes(heads: d.Heads) -> tuple[float, ...]:
     """The bias is scaled as the scores are. Its slopes are bfloat16 (in transformers so is slope times position)."""
-    rounded = torch.tensor(alibi_slopes(heads.query), dtype=torch.float64).bfloat16()
+    rounded = torch.tensor(d.alibi_slopes(heads.query), dtype=torch.float64).bfloat16()
     return tuple(slope * heads.size**-0.5 for slope in rounded.tolist())
 
 
-def _norms(reader: ConfigReader, norm: NormConfig, is_new: bool) -> Norms:
+def _norms(reader: d.ConfigReader, norm: d.NormConfig, is_new: bool) -> d.Norms:
     if not reader.boolean("parallel_attn", True):
         reader.expect("new_decoder_architecture", False)
-        return PreNorms(norm)
+        return d.PreNorms(norm)
     if not is_new:
         reader.expect("num_ln_in_parallel_attn", 1)
-        return ParallelNorms(norm)
+        return d.ParallelNorms(norm)
     reader.expect("num_ln_in_parallel_attn", 1, 2)
-    return ParallelNorms(norm, mlp_has_norm=reader.integer("num_ln_in_parallel_attn", 2) == 2)
+    return d.ParallelNorms(norm, mlp_has_norm=reader.integer("num_ln_in_parallel_attn", 2) == 2)

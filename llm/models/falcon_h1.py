@@ -1,41 +1,75 @@
-"""Falcon-H1: attention and Mamba 2 side by side in every layer, and constants on everything."""
+"""Attention and a recurrence beside each other in one layer."""
 
 from __future__ import annotations
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_mamba2,
-    read_rms_norm,
-)
-from llm.models.decoder.side_by_side import ScaledSums, SideBySide
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from llm.forward import ForwardBatch
+from llm.models import decoder as d
 from llm.models.mamba import TRAINING
 
 
-class FalconH1ForCausalLM(DecoderForCausalLM):
+@dataclass(frozen=True, kw_only=True)
+class SideBySide(d.LayerConfig):
+    """A layer with a recurrence beside its attention."""
+
+    mamba: d.PartConfig
+
+    @property
+    def parts(self) -> Mapping[str, d.PartConfig]:
+        return {"mamba": self.mamba, **super().parts}
+
+
+@dataclass(frozen=True)
+class ScaledSums(d.Norms):
+    """x + mamba(norm(x)) + attention(norm(x)), each with constants on what goes in and comes out; then the MLP."""
+
+    norm: d.NormConfig
+    mamba: tuple[float, float]
+    attention: tuple[float, float]
+
+    def build(self, layer: d.LayerConfig, context: d.BuildContext, prefix: str) -> d.DecoderLayer:
+        return SideBySideLayer(layer, self, context, prefix)
+
+
+class SideBySideLayer(d.PreNormLayer):
+    mamba: nn.Module
+
+    def __init__(self, layer: d.LayerConfig, norms: ScaledSums, context: d.BuildContext, prefix: str) -> None:
+        super().__init__(layer, norms.norm, context, prefix)
+        self.norms = norms
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> d.Stream:
+        hidden, residual = d.add_norm(self.input_layernorm, hidden, residual)
+        (first, last), (before, after) = self.norms.mamba, self.norms.attention
+        states = self.mamba(hidden * first, batch) * last
+        hidden = states + getattr(self, self.mixer_name)(hidden * before, batch) * after
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden, batch), residual
+
+
+class FalconH1ForCausalLM(d.DecoderForCausalLM):
     renames = (
         ("model.layers.*.feed_forward", "model.layers.*.mlp"),
         ("model.layers.*.pre_ff_layernorm", "model.layers.*.post_attention_layernorm"),
         ("model.final_layernorm", "model.norm"),
     )
     # The constants of config.json, as a tensor.
-    ignored_weights = (*DecoderForCausalLM.ignored_weights, "mamba.mup_vector")
+    ignored_weights = (*d.DecoderForCausalLM.ignored_weights, "mamba.mup_vector")
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.ignore(*TRAINING, "num_logits_to_keep", "mlp_expansion_factor", "attn_layer_indices")
         reader.expect("mamba_use_mlp", True)
-        rope, norm = reader.rope(), read_rms_norm(reader, 1e-5)
-        heads, bias = read_heads(reader, default_kv_heads=8), reader.boolean("attention_bias", False)
+        rope, norm = reader.rope(), d.read_rms_norm(reader, 1e-5)
+        heads, bias = d.read_heads(reader, default_kv_heads=8), reader.boolean("attention_bias", False)
         key = reader.number("key_multiplier", 1.0)
-        attention = AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, scale=heads.size**-0.5 * key)
-        mamba = read_mamba2(
+        attention = d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, scale=heads.size**-0.5 * key)
+        mamba = d.read_mamba2(
             reader,
             norm.eps if reader.boolean("mamba_rms_norm", False) else None,
             width=reader.optional_integer("mamba_d_ssm", 1024),
@@ -45,17 +79,17 @@ class FalconH1ForCausalLM(DecoderForCausalLM):
         reader.expect("projectors_bias", mamba.bias)
         size, activation = reader.positive("intermediate_size", 14336), reader.string("hidden_act", "silu")
         gate, down = reader.numbers("mlp_multipliers", (1.0, 1.0))
-        mlp = GatedMLPConfig(size, activation, reader.boolean("mlp_bias", False), gate, down)
+        mlp = d.GatedMLPConfig(size, activation, reader.boolean("mlp_bias", False), gate, down)
         norms = ScaledSums(
             norm,
             mamba=(reader.number("ssm_in_multiplier", 1.0), reader.number("ssm_out_multiplier", 1.0)),
             attention=(reader.number("attention_in_multiplier", 1.0), reader.number("attention_out_multiplier", 1.0)),
         )
-        return read_decoder(
+        return d.read_decoder(
             reader,
             SideBySide(attention=attention, mamba=mamba, mlp=mlp, norms=norms),
             norm,
-            positions=longest_sequence(reader, rope, 8192),
+            positions=d.longest_sequence(reader, rope, 8192),
             embedding_multiplier=reader.number("embedding_multiplier", 1.0),
             logits_divisor=1.0 / reader.positive_number("lm_head_multiplier", 1.0),
         )

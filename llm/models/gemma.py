@@ -2,41 +2,152 @@
 
 from __future__ import annotations
 
-from llm.layers.norm import GemmaRMSNorm
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    LayerConfig,
-    PreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_rms_norm,
-)
+from dataclasses import replace
+
+from llm.models import decoder as d
+from llm.models.text_part import TextPart, read_text_part
 
 
-class GemmaForCausalLM(DecoderForCausalLM):
+class GemmaForCausalLM(d.DecoderForCausalLM):
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.expect("use_bidirectional_attention", False)
         # The first releases say "gelu" and mean its tanh form, which is what they were trained with.
         for key in ("hidden_act", "hidden_activation"):
             reader.expect(key, "gelu", "gelu_pytorch_tanh")
-        rope, norm = reader.rope(), read_rms_norm(reader, kind=GemmaRMSNorm)
-        heads, bias = read_heads(reader, default_kv_heads=16, default_size=256), reader.boolean("attention_bias", False)
-        layer = LayerConfig(
-            attention=AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias),
-            mlp=GatedMLPConfig(reader.positive("intermediate_size"), "gelu_pytorch_tanh"),
-            norms=PreNorms(norm),
+        rope, norm = reader.rope(), d.read_rms_norm(reader, kind=d.GemmaRMSNorm)
+        heads, bias = (
+            d.read_heads(reader, default_kv_heads=16, default_size=256),
+            reader.boolean("attention_bias", False),
         )
-        return read_decoder(
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias),
+            mlp=d.GatedMLPConfig(reader.positive("intermediate_size"), "gelu_pytorch_tanh"),
+            norms=d.PreNorms(norm),
+        )
+        return d.read_decoder(
             reader,
             layer,
             norm,
-            positions=longest_sequence(reader, rope, 8192),
+            positions=d.longest_sequence(reader, rope, 8192),
             embedding_multiplier=reader.positive("hidden_size") ** 0.5,
             tied=True,
         )
+
+
+class Gemma2ForCausalLM(d.DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        count = reader.positive("num_hidden_layers")
+        window = reader.optional_integer("sliding_window", 4096)
+        reader.expect("sliding_window_size", window)  # its first name, which gemma-2-9b and 27b also have
+        windows = d.layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)])
+        reader.expect("use_bidirectional_attention", False)
+        soft_cap = reader.optional_number("attn_logit_softcapping", 50.0)
+        attention = replace(gemma_attention(reader), rope=reader.rope(), soft_cap=soft_cap)
+        config = gemma_decoder(
+            reader,
+            [replace(attention, sliding_window=size) for size in windows],
+            positions=reader.positive("max_position_embeddings", 8192),
+            logits_soft_cap=reader.optional_number("final_logit_softcapping", 30.0),
+        )
+        reader.finish()
+        return config
+
+
+def gemma_attention(reader: d.ConfigReader) -> d.AttentionConfig:
+    """The attention config that Gemma 2 and 3 have in common."""
+    bias = reader.boolean("attention_bias", False)
+    return d.AttentionConfig(
+        d.read_heads(reader, default_kv_heads=4, default_size=256),
+        qkv_bias=bias,
+        out_bias=bias,
+        scale=reader.positive_number("query_pre_attn_scalar", 256) ** -0.5,
+    )
+
+
+def gemma_decoder(
+    reader: d.ConfigReader, attention: list[d.AttentionConfig], *, positions: int, logits_soft_cap: float | None
+) -> d.DecoderConfig:
+    """The decoder around the attention layers."""
+    # The first releases also have a `hidden_act` that transformers does not read.
+    reader.expect("hidden_act", "gelu", "gelu_pytorch_tanh")
+    activation = reader.string("hidden_activation", "gelu_pytorch_tanh")
+    mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), activation)
+    norm = d.read_rms_norm(reader, kind=d.GemmaRMSNorm)
+    hidden_size = reader.positive("hidden_size")
+    return d.DecoderConfig(
+        vocab_size=reader.positive("vocab_size"),
+        hidden_size=hidden_size,
+        max_position_embeddings=positions,
+        layers=tuple(d.LayerConfig(attention=part, mlp=mlp, norms=d.PreAndPostNorms(norm)) for part in attention),
+        final_norm=norm,
+        embedding_multiplier=hidden_size**0.5,
+        logits_soft_cap=logits_soft_cap,
+        tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
+    )
+
+
+_LAYER = "model.layers.*"
+
+
+class VaultGemmaForCausalLM(Gemma2ForCausalLM):
+    renames = ((f"{_LAYER}.pre_feedforward_layernorm", f"{_LAYER}.post_attention_layernorm"),)
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        config = super().read_config(reader)
+        if config.final_norm is None:
+            raise RuntimeError("Gemma 2 has a final norm")
+        norms = d.PreNorms(config.final_norm)
+        return replace(config, layers=tuple(replace(layer, norms=norms) for layer in config.layers))
+
+
+class Gemma3ForCausalLM(d.DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        full, sliding = read_ropes(reader)
+        count = reader.positive("num_hidden_layers")
+        pattern = reader.positive("sliding_window_pattern", reader.positive("_sliding_window_pattern", 6))
+        window = reader.optional_integer("sliding_window", 4096)
+        causal = not reader.boolean("use_bidirectional_attention", False)
+        if window is not None and not causal:
+            window = window // 2 + 1  # of both sides together
+        windows = d.layer_windows(reader, count, window, [(index + 1) % pattern != 0 for index in range(count)])
+        soft_cap = reader.optional_number("attn_logit_softcapping")
+        qk_norm = d.read_rms_norm(reader, kind=d.GemmaRMSNorm)
+        attention = replace(gemma_attention(reader), qk_norm=qk_norm, soft_cap=soft_cap, causal=causal)
+        config = gemma_decoder(
+            reader,
+            [replace(attention, sliding_window=size, rope=full if size is None else sliding) for size in windows],
+            positions=reader.positive("max_position_embeddings", 131072),
+            logits_soft_cap=reader.optional_number("final_logit_softcapping"),
+        )
+        reader.finish()
+        return config
+
+
+def read_ropes(reader: d.ConfigReader) -> tuple[d.RopeParameters, d.RopeParameters]:
+    """(full attention, sliding attention): per layer type since transformers 5, in separate keys before."""
+    if "full_attention" in reader.raw.get("rope_parameters", {}):
+        return reader.rope(1_000_000.0, "full_attention"), reader.rope(10_000.0, "sliding_attention")
+    local = reader.positive_number("rope_local_base_freq", 10_000.0, above=1.0)
+    return reader.rope(1_000_000.0), d.RopeParameters(theta=local)
+
+
+# The published files leave out what equals these.
+_DEFAULTS: dict[str, object] = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+_OTHERS = ("boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image")
+
+
+class Gemma3ForConditionalGeneration(TextPart, Gemma3ForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        return read_text_part(reader, Gemma3ForCausalLM, _DEFAULTS, _OTHERS)

@@ -2,37 +2,73 @@
 
 from __future__ import annotations
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    LayerConfig,
-    NormConfig,
-    Norms,
-    PreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_rms_norm,
-)
+from llm.models import decoder as d
+from llm.models.deepseek import deepseek_decoder, dense_first, sigmoid_experts
 
 
-class GlmForCausalLM(DecoderForCausalLM):
+class GlmForCausalLM(d.DecoderForCausalLM):
     @classmethod
-    def norms(cls, norm: NormConfig) -> Norms:
-        return PreNorms(norm)
+    def norms(cls, norm: d.NormConfig) -> d.Norms:
+        return d.PreNorms(norm)
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        rope, norm = reader.rope(default_share=0.5), read_rms_norm(reader, 0.00000015625)
-        attention = AttentionConfig(
-            read_heads(reader, default_kv_heads=2, default_size=128),
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope, norm = reader.rope(default_share=0.5), d.read_rms_norm(reader, 0.00000015625)
+        attention = d.AttentionConfig(
+            d.read_heads(reader, default_kv_heads=2, default_size=128),
             rope,
             rope_interleaved=True,
             qkv_bias=reader.boolean("attention_bias", True),
         )
-        mlp = GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
-        layer = LayerConfig(attention=attention, mlp=mlp, norms=cls.norms(norm))
-        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope, 131072))
+        mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
+        layer = d.LayerConfig(attention=attention, mlp=mlp, norms=cls.norms(norm))
+        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 131072))
+
+
+_LAYER = "model.layers.*"
+
+
+class Glm4ForCausalLM(GlmForCausalLM):
+    renames = (
+        (f"{_LAYER}.post_self_attn_layernorm", f"{_LAYER}.post_attention_layernorm"),
+        (f"{_LAYER}.post_attention_layernorm", f"{_LAYER}.pre_feedforward_layernorm"),
+        (f"{_LAYER}.post_mlp_layernorm", f"{_LAYER}.post_feedforward_layernorm"),
+    )
+
+    @classmethod
+    def norms(cls, norm: d.NormConfig) -> d.Norms:
+        return d.PreAndPostNorms(norm)
+
+
+class Glm4MoeForCausalLM(d.DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope = reader.rope(default_share=0.5)
+        norm = d.NormConfig(reader.positive_number("rms_norm_eps", 1e-5))
+        attention = d.AttentionConfig(
+            d.read_heads(reader, default_kv_heads=8),
+            rope,
+            qkv_bias=reader.boolean("attention_bias", False),
+            qk_norm=norm if reader.boolean("use_qk_norm", False) else None,
+        )
+        experts = sigmoid_experts(reader, 128, 8, 1408, groups=1, best=1, scale=1.0)
+        is_sparse = dense_first(reader, reader.integer("first_k_dense_replace", 1))
+        return deepseek_decoder(reader, rope, attention, experts, is_sparse, eps=1e-5, positions=131_072)
+
+
+class Glm4MoeLiteForCausalLM(d.DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope = reader.rope()
+        attention = d.read_latent_attention(
+            reader,
+            rope,
+            q_lora_rank=768,
+            qk_nope_head_dim=192,
+            v_head_dim=256,
+            is_neox_style=not reader.boolean("rope_interleave", True),
+        )
+        experts = sigmoid_experts(reader, 64, 4, 1536, groups=1, best=1, scale=1.8)
+        first = reader.integer("first_k_dense_replace", 1)
+        is_sparse = d.layers_with_experts(reader, first)
+        return deepseek_decoder(reader, rope, attention, experts, is_sparse, eps=1e-5, positions=202_752)

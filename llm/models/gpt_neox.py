@@ -2,23 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    LayerConfig,
-    Norms,
-    ParallelNorms,
-    PlainMLPConfig,
-    PreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_layer_norm,
-)
+from llm.models import decoder as d
 
 _LAYER = (
     ("attention.query_key_value", "self_attn.qkv_proj"),
@@ -28,9 +12,9 @@ _LAYER = (
 )
 
 
-class GPTNeoXForCausalLM(DecoderForCausalLM):
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
-    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+class GPTNeoXForCausalLM(d.DecoderForCausalLM):
+    packed_modules_mapping = d.NOTHING_PACKED
+    renames = (
         *((f"gpt_neox.layers.*.{theirs}", f"model.layers.*.{ours}") for theirs, ours in _LAYER),
         ("gpt_neox.embed_in", "model.embed_tokens"),
         ("gpt_neox.final_layer_norm", "model.norm"),
@@ -38,24 +22,24 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
         ("embed_out", "lm_head"),
     )
     # Causal masks that old checkpoints carry as tensors.
-    ignored_weights: ClassVar[tuple[str, ...]] = (
+    ignored_weights = (
         "attention.bias",
         "attention.masked_bias",
         "attention.rotary_emb.inv_freq",
     )
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.expect("classifier_dropout", reader.raw.get("classifier_dropout"))
         theta = reader.positive_number("rotary_emb_base", 10000.0, above=1.0)
         rope = reader.rope(theta, default_share=reader.positive_number("rotary_pct", 0.25))
-        norm, bias = read_layer_norm(reader), reader.boolean("attention_bias", True)
+        norm, bias = d.read_layer_norm(reader), reader.boolean("attention_bias", True)
         is_parallel = reader.boolean("use_parallel_residual", True)
-        norms: Norms = ParallelNorms(norm, mlp_has_norm=True) if is_parallel else PreNorms(norm)
+        norms: d.Norms = d.ParallelNorms(norm, mlp_has_norm=True) if is_parallel else d.PreNorms(norm)
         activation = reader.string("hidden_act", "gelu")
-        layer = LayerConfig(
-            attention=AttentionConfig(read_heads(reader), rope, qkv_bias=bias, out_bias=bias, qkv_by_key_head=True),
-            mlp=PlainMLPConfig(reader.positive("intermediate_size"), activation, bias=True),
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias, qkv_by_key_head=True),
+            mlp=d.PlainMLPConfig(reader.positive("intermediate_size"), activation, bias=True),
             norms=norms,
         )
-        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope))
+        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope))

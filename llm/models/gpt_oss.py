@@ -8,25 +8,10 @@ from typing import ClassVar
 import torch
 
 from llm.kernels.reference.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    LayerConfig,
-    MoEConfig,
-    PreNorms,
-    layer_windows,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_rms_norm,
-)
-from llm.models.interface import Cut
-from llm.models.reading_experts import ignore_training
+from llm.models import decoder as d
 
 
-def _gate_and_up(last: str) -> Cut:
+def _gate_and_up(last: str) -> d.Cut:
     """One expert's [H, 2I] or [2I], gate and up taking turns."""
 
     def cut(both: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -36,7 +21,7 @@ def _gate_and_up(last: str) -> Cut:
     return cut
 
 
-def _down(last: str) -> Cut:
+def _down(last: str) -> d.Cut:
     """One expert's [I, H] or [H]."""
 
     def cut(part: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -45,7 +30,7 @@ def _down(last: str) -> Cut:
     return cut
 
 
-def _packed_gate_and_up(last: str) -> Cut:
+def _packed_gate_and_up(last: str) -> d.Cut:
     """As `_gate_and_up`, of one expert's blocks of bytes [2I, groups, bytes], or its scales [2I, groups]."""
 
     def cut(both: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -55,7 +40,7 @@ def _packed_gate_and_up(last: str) -> Cut:
     return cut
 
 
-def _packed_down(last: str) -> Cut:
+def _packed_down(last: str) -> d.Cut:
     """As `_down`, of blocks of bytes [H, groups, bytes], or scales [H, groups]."""
 
     def cut(part: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,9 +65,9 @@ _YARN = {
 }
 
 
-class GptOssForCausalLM(DecoderForCausalLM):
+class GptOssForCausalLM(d.DecoderForCausalLM):
     renames = (("model.layers.*.mlp.router", "model.layers.*.mlp.gate"),)
-    stacked_weights: ClassVar[Mapping[str, Cut]] = {
+    stacked_weights: ClassVar[Mapping[str, d.Cut]] = {
         "experts.gate_up_proj": _gate_and_up("weight"),
         "experts.gate_up_proj_bias": _gate_and_up("bias"),
         "experts.down_proj": _down("weight"),
@@ -94,17 +79,17 @@ class GptOssForCausalLM(DecoderForCausalLM):
     }
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        ignore_training(reader)
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        d.ignore_training(reader)
         reader.expect("hidden_act", "silu")
         reader.expect("swiglu_alpha", SWIGLUOAI_ALPHA)
         top_k = reader.positive("num_experts_per_tok", 4)
         reader.expect("experts_per_token", top_k)  # its older name
-        rope, norm = reader.rope(150_000.0, default_scaling=_YARN), read_rms_norm(reader, 1e-5)
+        rope, norm = reader.rope(150_000.0, default_scaling=_YARN), d.read_rms_norm(reader, 1e-5)
         reader.expect("initial_context_length", rope.original_max_position_embeddings)
-        heads = read_heads(reader, default_kv_heads=8, default_size=64)
+        heads = d.read_heads(reader, default_kv_heads=8, default_size=64)
         bias = reader.boolean("attention_bias", True)
-        experts = MoEConfig(
+        experts = d.MoEConfig(
             reader.positive("num_local_experts", 128),
             top_k,
             reader.positive("intermediate_size"),
@@ -114,15 +99,15 @@ class GptOssForCausalLM(DecoderForCausalLM):
             swiglu_limit=reader.positive_number("swiglu_limit", SWIGLUOAI_LIMIT),
         )
 
-        def layer(window: int | None) -> LayerConfig:
-            attention = AttentionConfig(heads, rope, window, qkv_bias=bias, out_bias=bias, sinks=True)
-            return LayerConfig(attention=attention, mlp=experts, norms=PreNorms(norm))
+        def layer(window: int | None) -> d.LayerConfig:
+            attention = d.AttentionConfig(heads, rope, window, qkv_bias=bias, out_bias=bias, sinks=True)
+            return d.LayerConfig(attention=attention, mlp=experts, norms=d.PreNorms(norm))
 
         count = reader.positive("num_hidden_layers")
         window = reader.optional_integer("sliding_window", 128)
-        return read_decoder(
+        return d.read_decoder(
             reader,
-            map(layer, layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)])),
+            map(layer, d.layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)])),
             norm,
-            positions=longest_sequence(reader, rope, 131072),
+            positions=d.longest_sequence(reader, rope, 131072),
         )

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    LayerConfig,
-    PartConfig,
-    ScaledPreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_rms_norm,
-)
+from collections.abc import Mapping
+from typing import ClassVar
+
+from llm.models import decoder as d
 
 
-class GraniteForCausalLM(DecoderForCausalLM):
+class GraniteForCausalLM(d.DecoderForCausalLM):
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        mlp = GatedMLPConfig(
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        mlp = d.GatedMLPConfig(
             reader.positive("intermediate_size"),
             reader.string("hidden_act", "silu"),
             bias=reader.boolean("mlp_bias", False),
@@ -29,26 +19,117 @@ class GraniteForCausalLM(DecoderForCausalLM):
         return granite_decoder(reader, mlp)
 
 
-def granite_decoder(reader: ConfigReader, mlp: PartConfig) -> DecoderConfig:
+def granite_decoder(reader: d.ConfigReader, mlp: d.PartConfig) -> d.DecoderConfig:
     """Granite's decoder around any feed-forward part."""
-    rope, norm = reader.rope(), read_rms_norm(reader)
+    rope, norm = reader.rope(), d.read_rms_norm(reader)
     bias = reader.boolean("attention_bias", False)
-    layer = LayerConfig(
-        attention=AttentionConfig(
-            read_heads(reader),
+    layer = d.LayerConfig(
+        attention=d.AttentionConfig(
+            d.read_heads(reader),
             rope,
             qkv_bias=bias,
             out_bias=bias,
             scale=reader.number("attention_multiplier", 1.0),
         ),
         mlp=mlp,
-        norms=ScaledPreNorms(norm, reader.number("residual_multiplier", 1.0)),
+        norms=d.ScaledPreNorms(norm, reader.number("residual_multiplier", 1.0)),
     )
-    return read_decoder(
+    return d.read_decoder(
         reader,
         layer,
         norm,
-        positions=longest_sequence(reader, rope),
+        positions=d.longest_sequence(reader, rope),
         embedding_multiplier=reader.number("embedding_multiplier", 1.0),
         logits_divisor=reader.positive_number("logits_scaling", 1.0),
     )
+
+
+class GraniteMoeForCausalLM(d.DecoderForCausalLM):
+    renames: ClassVar[d.Renames] = (
+        ("model.layers.*.block_sparse_moe.router.layer", "model.layers.*.mlp.gate"),
+        ("model.layers.*.block_sparse_moe.router", "model.layers.*.mlp.gate"),
+        ("model.layers.*.block_sparse_moe", "model.layers.*.mlp"),
+    )
+
+    stacked_weights: ClassVar[Mapping[str, d.Cut]] = {
+        "input_linear.weight": d.gate_and_up,
+        "output_linear.weight": d.down,
+        **d.DecoderForCausalLM.stacked_weights,
+    }
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        d.ignore_training(reader)
+        mlp = d.MoEConfig(
+            reader.positive("num_local_experts", 8),
+            reader.positive("num_experts_per_tok", 2),
+            reader.positive("intermediate_size"),
+            reader.string("hidden_act", "silu"),
+        )
+        return granite_decoder(reader, mlp)
+
+
+class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
+    renames = (
+        ("model.layers.*.shared_mlp.input_linear", "model.layers.*.mlp.shared_experts.gate_up_proj"),
+        ("model.layers.*.shared_mlp.output_linear", "model.layers.*.mlp.shared_experts.down_proj"),
+        *GraniteMoeForCausalLM.renames,
+    )
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        reader.expect("normalization_function", "rmsnorm")
+        reader.ignore("init_method")  # of the first weights
+        rope, norm = reader.rope(), d.read_rms_norm(reader)
+        reader.expect("position_embedding_type", "rope", "nope")
+        bias = reader.boolean("attention_bias", False)
+        attention = d.AttentionConfig(
+            d.read_heads(reader),
+            rope if reader.raw.get("position_embedding_type") == "rope" else None,
+            qkv_bias=bias,
+            out_bias=bias,
+            scale=reader.number("attention_multiplier", 1.0),
+        )
+        mamba, mlp = d.read_mamba2(reader, norm.eps), _read_mlp(reader)
+        norms = d.ScaledPreNorms(norm, reader.number("residual_multiplier", 1.0))
+        return d.read_decoder(
+            reader,
+            [
+                d.LayerConfig(attention=attention if attends else mamba, mlp=mlp, norms=norms)
+                for attends in d.read_mixers(reader, "layer_types")
+            ],
+            norm,
+            positions=d.longest_sequence(reader, rope),
+            embedding_multiplier=reader.number("embedding_multiplier", 1.0),
+            logits_divisor=reader.positive_number("logits_scaling", 1.0),
+        )
+
+    def __init__(self, config: d.DecoderConfig, options: d.BuildOptions) -> None:
+        super().__init__(config, options)
+        if not config.experts:
+            # Of this instance: the same feed-forward is then alone.
+            alone = tuple((theirs, ours.replace("mlp.shared_experts", "mlp")) for theirs, ours in self.renames)
+            vars(self)["renames"] = alone
+
+
+def _read_mlp(reader: d.ConfigReader) -> d.PartConfig:
+    d.ignore_training(reader)
+    size, activation = reader.positive("shared_intermediate_size", 1024), reader.string("hidden_act", "silu")
+    inner, top_k = reader.positive("intermediate_size"), reader.integer("num_experts_per_tok", 2)
+    if reader.integer("num_local_experts", 8) == 0:
+        return d.GatedMLPConfig(size, activation)
+    return d.MoEConfig(reader.positive("num_local_experts", 8), top_k, inner, activation, shared_size=size)
+
+
+class GraniteMoeSharedForCausalLM(GraniteMoeHybridForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        d.ignore_training(reader)
+        mlp = d.MoEConfig(
+            reader.positive("num_local_experts", 8),
+            reader.positive("num_experts_per_tok", 2),
+            reader.positive("intermediate_size"),
+            reader.string("hidden_act", "silu"),
+            shared_size=reader.integer("shared_intermediate_size", 0) or None,
+        )
+        return granite_decoder(reader, mlp)

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    LayerConfig,
-    PreAndPostNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_rms_norm,
-)
+from llm.models import decoder as d
 
 _LAYER = "model.layers.*"
 
 
-class HyperCLOVAXForCausalLM(DecoderForCausalLM):
-    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+class HyperCLOVAXForCausalLM(d.DecoderForCausalLM):
+    renames = (
         (f"{_LAYER}.post_attention_layernorm", f"{_LAYER}.pre_feedforward_layernorm"),
         (f"{_LAYER}.post_norm1", f"{_LAYER}.post_attention_layernorm"),
         (f"{_LAYER}.post_norm2", f"{_LAYER}.post_feedforward_layernorm"),
@@ -38,23 +25,23 @@ class HyperCLOVAXForCausalLM(DecoderForCausalLM):
         return None
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.expect("use_post_norm", True)
         reader.expect("residual_multiplier", 1.0)
-        rope, norm, heads = reader.rope(), read_rms_norm(reader), read_heads(reader)
+        rope, norm, heads = reader.rope(), d.read_rms_norm(reader), d.read_heads(reader)
         bias, mlp_bias = reader.boolean("attention_bias", False), reader.boolean("mlp_bias", False)
         scale = reader.optional_number("attention_multiplier")
-        mlp = GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"), mlp_bias)
-        layer = LayerConfig(
-            attention=AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, scale=scale),
+        mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"), mlp_bias)
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, scale=scale),
             mlp=mlp,
-            norms=PreAndPostNorms(norm),
+            norms=d.PreAndPostNorms(norm),
         )
-        return read_decoder(
+        return d.read_decoder(
             reader,
             layer,
             norm,
-            positions=longest_sequence(reader, rope),
+            positions=d.longest_sequence(reader, rope),
             embedding_multiplier=reader.number("embedding_multiplier", 1.0),
             logits_divisor=1 / reader.positive_number("logits_scaling", 1.0),
         )

@@ -16,6 +16,8 @@ from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.quantization.base import QuantizationConfig
 
+# (from, to) pairs of leading path segments.
+Renames = tuple[tuple[str, str], ...]
 # One expert's part of a stacked tensor -> (name, tensor) of each weight that it holds.
 Cut = Callable[[torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 
@@ -67,7 +69,7 @@ class CausalLM(Protocol):
     """
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]]
-    renames: ClassVar[tuple[tuple[str, str], ...]]
+    renames: ClassVar[Renames]
     ignored_weights: ClassVar[tuple[str, ...]]
 
     @classmethod

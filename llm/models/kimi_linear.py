@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from llm.layers.linear_attention.gated_delta_net import DeltaHeads
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    LatentAttentionConfig,
-    LayerConfig,
-    PreNorms,
-    read_decoder,
-    read_rms_norm,
-)
-from llm.models.decoder.recurrent import GatedDeltaConfig, attending_layers
-from llm.models.deepseek_v3 import sigmoid_experts
-from llm.models.reading_experts import W1_W2_W3, ignore_training
+from llm.models import decoder as d
+from llm.models.deepseek import sigmoid_experts
 
 # Names of keys in published files -> DeepSeek V3's.
 _NAMES = {
@@ -36,28 +23,28 @@ _NAMES = {
 _UNUSED = "num_key_value_heads head_dim qk_head_dim rope_theta rope_scaling rope_parameters use_grouped_topk".split()
 
 
-class KimiLinearForCausalLM(DecoderForCausalLM):
+class KimiLinearForCausalLM(d.DecoderForCausalLM):
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
-        **DecoderForCausalLM.packed_modules_mapping,
+        **d.DecoderForCausalLM.packed_modules_mapping,
         "conv1d": ["q_conv1d", "k_conv1d", "v_conv1d"],
     }
-    renames = W1_W2_W3
+    renames = d.W1_W2_W3
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         spelled = {_NAMES[key]: key for key in reader.decoded if key in _NAMES}
-        reader = ConfigReader({_NAMES.get(key, key): value for key, value in reader.decoded.items()}, spelled=spelled)
-        ignore_training(reader)
+        reader = d.ConfigReader({_NAMES.get(key, key): value for key, value in reader.decoded.items()}, spelled=spelled)
+        d.ignore_training(reader)
         reader.ignore(*_UNUSED)
         for key, value in {"mla_use_nope": True, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}.items():
             reader.expect(key, value)
-        norm, count = read_rms_norm(reader, 1e-5), reader.positive("num_hidden_layers")
+        norm, count = d.read_rms_norm(reader, 1e-5), reader.positive("num_hidden_layers")
         nested = reader.nested("linear_attn_config")
         attention, linear = _latent(reader), _delta(reader, nested, norm.eps)
         attended = nested.get("full_attn_layers")  # the first layer is 1
         default = [index + 1 in attended if isinstance(attended, list) else index % 4 == 3 for index in range(count)]
         mlps = {
-            "dense": GatedMLPConfig(reader.positive("intermediate_size", 9216), reader.string("hidden_act", "silu")),
+            "dense": d.GatedMLPConfig(reader.positive("intermediate_size", 9216), reader.string("hidden_act", "silu")),
             "sparse": sigmoid_experts(reader, 256, 8, 1024, groups=1, best=1, scale=2.446),
         }
         first = reader.integer("first_k_dense_replace", 1)
@@ -65,24 +52,24 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
         if len(kinds) != count or not mlps.keys() >= set(kinds):
             raise reader.error("mlp_layer_types", kinds, f"{count} of 'dense' or 'sparse'")
         layers = [
-            LayerConfig(attention=attention if attends else linear, mlp=mlps[kind], norms=PreNorms(norm))
-            for attends, kind in zip(attending_layers(reader, count, default), kinds, strict=True)
+            d.LayerConfig(attention=attention if attends else linear, mlp=mlps[kind], norms=d.PreNorms(norm))
+            for attends, kind in zip(d.attending_layers(reader, count, default), kinds, strict=True)
         ]
-        return read_decoder(reader, layers, norm, positions=reader.positive("max_position_embeddings", 1_048_576))
+        return d.read_decoder(reader, layers, norm, positions=reader.positive("max_position_embeddings", 1_048_576))
 
 
-def _latent(reader: ConfigReader) -> LatentAttentionConfig:
+def _latent(reader: d.ConfigReader) -> d.LatentAttentionConfig:
     sizes = (("kv_lora_rank", 512), ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128))
     latent, plain, shared, value = (reader.positive(*size) for size in sizes)
     heads, rank = reader.positive("num_attention_heads", 32), reader.optional_integer("q_lora_rank")
     bias = reader.boolean("attention_bias", False)
-    return LatentAttentionConfig(heads, rank, latent, plain, shared, value, None, bias)
+    return d.LatentAttentionConfig(heads, rank, latent, plain, shared, value, None, bias)
 
 
-def _delta(reader: ConfigReader, nested: Mapping[str, object], eps: float) -> GatedDeltaConfig:
+def _delta(reader: d.ConfigReader, nested: Mapping[str, object], eps: float) -> d.GatedDeltaConfig:
     """From `linear_attn_config` of published files, or from transformers' keys."""
-    inner = ConfigReader({key: value for key, value in nested.items() if isinstance(value, int)})
+    inner = d.ConfigReader({key: value for key, value in nested.items() if isinstance(value, int)})
     heads = inner.positive("num_heads", reader.positive("linear_num_heads", 32))
     size = inner.positive("head_dim", reader.positive("linear_head_dim", 128))
     kernel = inner.positive("short_conv_kernel_size", reader.positive("linear_conv_kernel_dim", 4))
-    return GatedDeltaConfig("kimi", DeltaHeads(heads, heads, size, size), kernel, eps, activation="sigmoid")
+    return d.GatedDeltaConfig("kimi", d.DeltaHeads(heads, heads, size, size), kernel, eps, activation="sigmoid")

@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    LayerConfig,
-    NormConfig,
-    PartConfig,
-    PreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-)
-from llm.models.decoder.recurrent import ShortConvConfig
+from llm.models import decoder as d
 
 _LAYER = "model.layers.*"
 # The checkpoints of transformers 4 have keys that its code never read.
@@ -26,8 +12,8 @@ _NEVER_READ = """block_dim block_mlp_init_scale block_norm_eps block_out_init_sc
     block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads use_pos_enc""".split()
 
 
-class Lfm2ForCausalLM(DecoderForCausalLM):
-    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+class Lfm2ForCausalLM(d.DecoderForCausalLM):
+    renames: ClassVar[d.Renames] = (
         (f"{_LAYER}.conv", f"{_LAYER}.self_attn"),
         (f"{_LAYER}.self_attn.out_proj", f"{_LAYER}.self_attn.o_proj"),
         (f"{_LAYER}.self_attn.q_layernorm", f"{_LAYER}.self_attn.q_norm"),
@@ -41,29 +27,29 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
     )
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         return lfm2_decoder(
-            reader, [GatedMLPConfig(_inner_size(reader), "silu")] * reader.positive("num_hidden_layers")
+            reader, [d.GatedMLPConfig(_inner_size(reader), "silu")] * reader.positive("num_hidden_layers")
         )
 
 
-def lfm2_decoder(reader: ConfigReader, mlps: list[PartConfig]) -> DecoderConfig:
+def lfm2_decoder(reader: d.ConfigReader, mlps: list[d.PartConfig]) -> d.DecoderConfig:
     """A decoder with these feed-forwards, one per layer."""
     for key in _NEVER_READ:
         reader.expect(key, reader.raw.get(key))
-    rope, norm = reader.rope(1e6), NormConfig(reader.positive_number("norm_eps", 1e-5))
-    attention = AttentionConfig(read_heads(reader, default_kv_heads=8), rope, qk_norm=norm)
+    rope, norm = reader.rope(1e6), d.NormConfig(reader.positive_number("norm_eps", 1e-5))
+    attention = d.AttentionConfig(d.read_heads(reader, default_kv_heads=8), rope, qk_norm=norm)
     bias = reader.boolean("conv_bias", False)
-    conv = ShortConvConfig(reader.positive("hidden_size"), reader.positive("conv_L_cache", 3), bias)
+    conv = d.ShortConvConfig(reader.positive("hidden_size"), reader.positive("conv_L_cache", 3), bias)
     layers = [
-        LayerConfig(attention=conv if is_conv else attention, mlp=mlp, norms=PreNorms(norm))
+        d.LayerConfig(attention=conv if is_conv else attention, mlp=mlp, norms=d.PreNorms(norm))
         for is_conv, mlp in zip(_convolutions(reader, len(mlps)), mlps, strict=True)
     ]
     tied = reader.boolean("tie_embedding", True)
-    return read_decoder(reader, layers, norm, positions=longest_sequence(reader, rope, 128_000), tied=tied)
+    return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, rope, 128_000), tied=tied)
 
 
-def _convolutions(reader: ConfigReader, count: int) -> list[bool]:
+def _convolutions(reader: d.ConfigReader, count: int) -> list[bool]:
     """Which layers are convolutions: by `layer_types`, or all but those of `full_attn_idxs`."""
     attention = reader.integers("full_attn_idxs")
     kinds = reader.names("layer_types")
@@ -75,7 +61,7 @@ def _convolutions(reader: ConfigReader, count: int) -> list[bool]:
     return [kind == "conv" for kind in kinds]
 
 
-def _inner_size(reader: ConfigReader) -> int:
+def _inner_size(reader: d.ConfigReader) -> int:
     """Channels of the feed-forward: two thirds of the number in the file, rounded up, unless it says otherwise."""
     size = reader.positive("block_ff_dim", reader.positive("intermediate_size", 12288))
     multiple = reader.positive("block_multiple_of", 256)
@@ -84,3 +70,32 @@ def _inner_size(reader: ConfigReader) -> int:
         return size
     size = int(factor * int(2 * size / 3))
     return multiple * -(-size // multiple)
+
+
+class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+    renames = (
+        (f"{_LAYER}.feed_forward.experts.*.w1", f"{_LAYER}.mlp.experts.*.gate_proj"),
+        (f"{_LAYER}.feed_forward.experts.*.w2", f"{_LAYER}.mlp.experts.*.down_proj"),
+        (f"{_LAYER}.feed_forward.experts.*.w3", f"{_LAYER}.mlp.experts.*.up_proj"),
+        (f"{_LAYER}.feed_forward.expert_bias", f"{_LAYER}.mlp.gate.e_score_correction_bias"),
+        *Lfm2ForCausalLM.renames,
+        (f"{_LAYER}.feed_forward", f"{_LAYER}.mlp"),
+    )
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        d.ignore_training(reader)
+        dense: d.PartConfig = d.GatedMLPConfig(reader.positive("intermediate_size", 7168), "silu")
+        sparse = d.MoEConfig(
+            reader.positive("num_experts", 32),
+            reader.positive("num_experts_per_tok", 4),
+            reader.positive("moe_intermediate_size", 1792),
+            "silu",
+            renormalize=reader.boolean("norm_topk_prob", True),
+            scoring="sigmoid",
+            correction_bias=reader.boolean("use_expert_bias", True),
+            routed_scaling_factor=reader.number("routed_scaling_factor", 1.0),
+        )
+        first = reader.integer("num_dense_layers", 2)
+        count = reader.positive("num_hidden_layers")
+        return lfm2_decoder(reader, [dense if index < first else sparse for index in range(count)])

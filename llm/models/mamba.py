@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import math
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    DecoderConfig,
-    DecoderForCausalLM,
-    LayerConfig,
-    MambaConfig,
-    NormConfig,
-    OnePart,
-    PartConfig,
-    read_activation,
-    read_decoder,
-)
+from llm.models import decoder as d
 
 # Keys for training: how the first weights are drawn, and the types and forms of transformers' own computation.
 TRAINING = (
@@ -27,7 +16,7 @@ TRAINING = (
 _POSITIONS = 131_072
 
 
-class MambaForCausalLM(DecoderForCausalLM):
+class MambaForCausalLM(d.DecoderForCausalLM):
     renames = (
         ("backbone.embeddings", "model.embed_tokens"),
         ("backbone.embedding", "model.embed_tokens"),
@@ -37,19 +26,19 @@ class MambaForCausalLM(DecoderForCausalLM):
     )
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         return mamba_decoder(reader, read_mamba(reader))
 
 
-def read_mamba(reader: ConfigReader, norm_eps: float | None = None) -> MambaConfig:
+def read_mamba(reader: d.ConfigReader, norm_eps: float | None = None) -> d.MambaConfig:
     """`norm_eps`: as in `MambaConfig`, of norms without a weight."""
-    read_activation(reader)
+    d.read_activation(reader)
     hidden = reader.positive("hidden_size")
     rank = reader.raw.get("time_step_rank", "auto")
     reader.expect("time_step_rank", rank)
     width = reader.positive("intermediate_size", int(reader.positive_number("expand", 2) * hidden))
     reader.expect("d_inner", width)
-    return MambaConfig(
+    return d.MambaConfig(
         reader.positive("state_size", 16),
         reader.positive("conv_kernel", 4),
         width,
@@ -61,7 +50,7 @@ def read_mamba(reader: ConfigReader, norm_eps: float | None = None) -> MambaConf
     )
 
 
-def mamba_decoder(reader: ConfigReader, mixer: PartConfig, *, tied: bool = True) -> DecoderConfig:
+def mamba_decoder(reader: d.ConfigReader, mixer: d.PartConfig, *, tied: bool = True) -> d.DecoderConfig:
     """One mixer over and over; the last thing that a family reads. `tied`: what a missing key means."""
     reader.ignore(*TRAINING)
     # The names of the first checkpoints, beside those of transformers.
@@ -69,11 +58,51 @@ def mamba_decoder(reader: ConfigReader, mixer: PartConfig, *, tied: bool = True)
     reader.expect("n_layer", reader.positive("num_hidden_layers"))
     reader.expect("rms_norm", True)
     reader.expect("ssm_cfg", {})
-    norm = NormConfig(reader.positive_number("layer_norm_epsilon", 1e-5))
-    return read_decoder(
+    norm = d.NormConfig(reader.positive_number("layer_norm_epsilon", 1e-5))
+    return d.read_decoder(
         reader,
-        LayerConfig(attention=mixer, norms=OnePart(norm)),
+        d.LayerConfig(attention=mixer, norms=d.OnePart(norm)),
         norm,
         positions=reader.positive("max_position_embeddings", _POSITIONS),
         tied=tied,
+    )
+
+
+class FalconMambaForCausalLM(MambaForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        return mamba_decoder(reader, read_mamba(reader, reader.positive_number("mixer_rms_eps", 1e-6)))
+
+
+class Mamba2ForCausalLM(MambaForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        d.read_activation(reader)
+        mixer = read_mixer(reader, reader.positive_number("layer_norm_epsilon", 1e-5))
+        width = reader.positive_number("expand", 2) * reader.positive("hidden_size", 4096)
+        own = mixer.heads * mixer.head_size
+        if own != width:
+            wanted = f"of heads of {mixer.head_size} with {width:g} channels together"
+            raise reader.error("num_heads", mixer.heads, wanted)
+        reader.expect("intermediate_size", own)
+        # Of other forms of the recurrence; the last is set for models whose gate comes first.
+        reader.ignore("time_step_rank", "chunk_size", "norm_before_gate")
+        return mamba_decoder(reader, mixer, tied=False)
+
+
+def read_mixer(
+    reader: d.ConfigReader, eps: float, names: tuple[str, str, str] = ("num_heads", "head_dim", "state_size")
+) -> d.Mamba2Config:
+    """From keys without a prefix; `names`: of those that families spell in their own way."""
+    heads, size, states = names
+    return d.Mamba2Config(
+        reader.positive(heads, 128),
+        reader.positive(size, 64),
+        reader.positive("n_groups", 8),
+        reader.positive(states, 128),
+        reader.positive("conv_kernel", 4),
+        reader.boolean("use_conv_bias", True),
+        reader.boolean("use_bias", False),
+        eps,
+        dt_limit=d.read_step_limits(reader),
     )

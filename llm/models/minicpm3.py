@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    LayerConfig,
-    ScaledPreNorms,
-    longest_sequence,
-    read_decoder,
-    read_latent_attention,
-    read_rms_norm,
-)
+from llm.models import decoder as d
 
 
-class MiniCPM3ForCausalLM(DecoderForCausalLM):
+class MiniCPM3ForCausalLM(d.DecoderForCausalLM):
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        rope, norm = reader.rope(), read_rms_norm(reader, 1e-5)
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope, norm = reader.rope(), d.read_rms_norm(reader, 1e-5)
         hidden, count = reader.positive("hidden_size"), reader.positive("num_hidden_layers")
-        attention = read_latent_attention(
+        attention = d.read_latent_attention(
             reader,
             rope,
             q_lora_rank=768,
@@ -31,7 +20,7 @@ class MiniCPM3ForCausalLM(DecoderForCausalLM):
             v_head_dim=hidden // reader.positive("num_attention_heads"),
             is_neox_style=True,
         )
-        mlp = GatedMLPConfig(
+        mlp = d.GatedMLPConfig(
             reader.positive("intermediate_size"),
             reader.string("hidden_act", "silu"),
             bias=reader.boolean("mlp_bias", False),
@@ -41,16 +30,16 @@ class MiniCPM3ForCausalLM(DecoderForCausalLM):
         base = reader.optional_number("dim_model_base", 256)
         if base is not None and base <= 0:
             raise reader.error("dim_model_base", base, "a positive number or null")
-        layer = LayerConfig(
+        layer = d.LayerConfig(
             attention=attention,
             mlp=mlp,
-            norms=ScaledPreNorms(norm, 1.0 if depth is None else depth / count**0.5),
+            norms=d.ScaledPreNorms(norm, 1.0 if depth is None else depth / count**0.5),
         )
-        return read_decoder(
+        return d.read_decoder(
             reader,
             [layer] * count,
             norm,
-            positions=longest_sequence(reader, rope, 32_768),
+            positions=d.longest_sequence(reader, rope, 32_768),
             tied=True,
             embedding_multiplier=reader.number("scale_emb", 12.0),
             logits_divisor=1.0 if base is None else hidden / base,

@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    LayerConfig,
-    MoEConfig,
-    PreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_rms_norm,
-)
-from llm.models.reading_experts import W1_W2_W3, ignore_training
+from llm.models import decoder as d
 
 _BIAS = "e_score_correction_bias"
 # Of multi-token prediction and of other models of the same code.
@@ -27,22 +12,22 @@ _UNUSED = (
 )
 
 
-class MiniMaxM2ForCausalLM(DecoderForCausalLM):
-    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+class MiniMaxM2ForCausalLM(d.DecoderForCausalLM):
+    renames = (
         (f"model.layers.*.block_sparse_moe.{_BIAS}", f"model.layers.*.mlp.gate.{_BIAS}"),
         (f"model.layers.*.mlp.{_BIAS}", f"model.layers.*.mlp.gate.{_BIAS}"),
-        *W1_W2_W3,
+        *d.W1_W2_W3,
     )
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        ignore_training(reader)
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        d.ignore_training(reader)
         _expect_published(reader)
-        heads, norm = read_heads(reader, default_kv_heads=8, default_size=128), read_rms_norm(reader)
+        heads, norm = d.read_heads(reader, default_kv_heads=8, default_size=128), d.read_rms_norm(reader)
         rope = reader.rope(5_000_000.0, default_share=reader.positive("rotary_dim", heads.size) / heads.size)
-        layer = LayerConfig(
-            attention=AttentionConfig(heads, rope, qk_norm=norm, qk_norm_over="all heads"),
-            mlp=MoEConfig(
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(heads, rope, qk_norm=norm, qk_norm_over="all heads"),
+            mlp=d.MoEConfig(
                 reader.positive("num_local_experts", 256),
                 reader.positive("num_experts_per_tok", 8),
                 reader.positive("intermediate_size", 1536),
@@ -50,12 +35,12 @@ class MiniMaxM2ForCausalLM(DecoderForCausalLM):
                 scoring="sigmoid",
                 correction_bias=True,
             ),
-            norms=PreNorms(norm),
+            norms=d.PreNorms(norm),
         )
-        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope, 196_608))
+        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 196_608))
 
 
-def _expect_published(reader: ConfigReader) -> None:
+def _expect_published(reader: d.ConfigReader) -> None:
     """Of the published file, at the values that transformers' code has built in."""
     for key in ("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"):
         reader.expect(key, 1.0)

@@ -2,29 +2,96 @@
 
 from __future__ import annotations
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    LayerConfig,
-    PreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_rms_norm,
+from llm.models import decoder as d
+from llm.models.llama import llama_decoder
+from llm.models.text_part import TextPart, read_text_part
+
+
+class MistralForCausalLM(d.DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope, norm = reader.rope(), d.read_rms_norm(reader)
+        window = reader.optional_integer("sliding_window", 4096)
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(d.read_heads(reader, default_kv_heads=8), rope, window),
+            mlp=d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
+            norms=d.PreNorms(norm),
+        )
+        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 131072))
+
+
+class MinistralForCausalLM(d.DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope, norm, heads = reader.rope(), d.read_rms_norm(reader), d.read_heads(reader, default_kv_heads=8)
+        mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
+        count, window = reader.positive("num_hidden_layers"), reader.optional_integer("sliding_window", 4096)
+        windows = d.layer_windows(reader, count, window, [window is not None] * count)
+        layers = [
+            d.LayerConfig(attention=d.AttentionConfig(heads, rope, size), mlp=mlp, norms=d.PreNorms(norm))
+            for size in windows
+        ]
+        return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, rope, 131072))
+
+
+class Ministral3ForCausalLM(d.DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope = reader.rope(others=("llama_4_scaling_beta", "max_position_embeddings"))
+        return llama_decoder(
+            reader,
+            d.read_heads(reader, default_kv_heads=8, default_size=128),
+            rope,
+            d.read_rms_norm(reader, 1e-5),
+            positions=262144,
+            sliding_window=reader.optional_integer("sliding_window"),
+            query_scale=d.QueryScale(_beta(reader), rope.original_max_position_embeddings),
+        )
+
+
+def _beta(reader: d.ConfigReader) -> float:
+    given = reader.raw.get("rope_parameters", {})
+    return d.ConfigReader(given if isinstance(given, dict) else {}).number("llama_4_scaling_beta")
+
+
+class MixtralForCausalLM(d.DecoderForCausalLM):
+    renames = d.W1_W2_W3
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        d.ignore_training(reader)
+        rope, norm = reader.rope(1e6), d.read_rms_norm(reader, 1e-5)
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(
+                d.read_heads(reader, default_kv_heads=8), rope, reader.optional_integer("sliding_window")
+            ),
+            mlp=d.MoEConfig(
+                reader.positive("num_local_experts", 8),
+                reader.positive("num_experts_per_tok", 2),
+                reader.positive("intermediate_size"),
+                reader.string("hidden_act", "silu"),
+            ),
+            norms=d.PreNorms(norm),
+        )
+        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 131_072))
+
+
+_FAMILIES: dict[str, type[d.DecoderForCausalLM]] = {"mistral": MistralForCausalLM, "ministral3": Ministral3ForCausalLM}
+_DEFAULTS: dict[str, object] = {"model_type": "mistral", "sliding_window": None}
+_OTHERS = (
+    "image_token_index",
+    "image_token_id",
+    "projector_hidden_act",
+    "vision_feature_layer",
+    "multimodal_projector_bias",
+    "spatial_merge_size",
 )
 
 
-class MistralForCausalLM(DecoderForCausalLM):
+class Mistral3ForConditionalGeneration(TextPart, MistralForCausalLM):
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        rope, norm = reader.rope(), read_rms_norm(reader)
-        window = reader.optional_integer("sliding_window", 4096)
-        layer = LayerConfig(
-            attention=AttentionConfig(read_heads(reader, default_kv_heads=8), rope, window),
-            mlp=GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
-            norms=PreNorms(norm),
-        )
-        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope, 131072))
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        kind = str(reader.nested("text_config").get("model_type", "mistral"))
+        if kind not in _FAMILIES:
+            raise reader.error("model_type of text_config", kind, " or ".join(map(repr, _FAMILIES)))
+        return read_text_part(reader, _FAMILIES[kind], _DEFAULTS, _OTHERS)

@@ -10,20 +10,7 @@ from typing import ClassVar
 import torch
 
 from llm.forward import ForwardBatch
-from llm.layers.norm import LayerNorm
-from llm.layers.rotary import RopeParameters
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    BuildContext,
-    GatedMLPConfig,
-    Heads,
-    LayerConfig,
-    NormConfig,
-    Norms,
-    PreNorms,
-)
-from llm.models.decoder.layer import DecoderLayer, Stream
+from llm.models import decoder as d
 from llm.models.encoder import ClassifierConfig, EncoderConfig, EncoderModel, layer_renames
 
 _LAYER = {
@@ -47,54 +34,54 @@ _POOLING = {"cls": "CLS", "mean": "MEAN"}
 
 
 @dataclass(frozen=True)
-class FirstNorms(Norms):
+class FirstNorms(d.Norms):
     """`PreNorms` without the first one: the embedding has just been normalised."""
 
-    norm: NormConfig
+    norm: d.NormConfig
 
-    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
+    def build(self, layer: d.LayerConfig, context: d.BuildContext, prefix: str) -> d.DecoderLayer:
         return FirstLayer(layer, self.norm, context, prefix)
 
 
-class FirstLayer(DecoderLayer):
-    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
+class FirstLayer(d.DecoderLayer):
+    def __init__(self, layer: d.LayerConfig, norm: d.NormConfig, context: d.BuildContext, prefix: str) -> None:
         super().__init__(layer, context, prefix)
         self.post_attention_layernorm = norm.build(context.hidden_size, context)
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> d.Stream:
         attended = self.self_attn(hidden, batch)
         hidden, residual = self.post_attention_layernorm(attended, hidden)
         return self.mlp(hidden, batch), residual
 
 
 class ModernBertModel(EncoderModel):
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
-    renames: ClassVar[tuple[tuple[str, str], ...]] = layer_renames(("model.", ""), "layers", _LAYER, _AROUND)
+    packed_modules_mapping = d.NOTHING_PACKED
+    renames = layer_renames(("model.", ""), "layers", _LAYER, _AROUND)
     heads: ClassVar[Mapping[str, str]] = {
         "head.dense": "head.dense",
         "head.norm": "head.norm",
         "classifier": "head.out",
     }
     token_heads = heads
-    other_heads: ClassVar[tuple[str, ...]] = ("decoder",)
+    other_heads = ("decoder",)
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> EncoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> EncoderConfig:
         hidden, count = reader.positive("hidden_size"), reader.positive("num_attention_heads")
-        norm = NormConfig(
-            reader.positive_number("norm_eps", 1e-5), LayerNorm, has_bias=reader.boolean("norm_bias", False)
+        norm = d.NormConfig(
+            reader.positive_number("norm_eps", 1e-5), d.LayerNorm, has_bias=reader.boolean("norm_bias", False)
         )
         bias = reader.boolean("attention_bias", False)
-        mlp = GatedMLPConfig(
+        mlp = d.GatedMLPConfig(
             reader.positive("intermediate_size"),
             reader.string("hidden_activation", "gelu"),
             reader.boolean("mlp_bias", False),
         )
 
-        def layer(index: int, window: int | None, rope: RopeParameters) -> LayerConfig:
-            heads = Heads(count, count, hidden // count)
-            attention = AttentionConfig(heads, rope, window, qkv_bias=bias, out_bias=bias, causal=False)
-            return LayerConfig(attention=attention, mlp=mlp, norms=PreNorms(norm) if index else FirstNorms(norm))
+        def layer(index: int, window: int | None, rope: d.RopeParameters) -> d.LayerConfig:
+            heads = d.Heads(count, count, hidden // count)
+            attention = d.AttentionConfig(heads, rope, window, qkv_bias=bias, out_bias=bias, causal=False)
+            return d.LayerConfig(attention=attention, mlp=mlp, norms=d.PreNorms(norm) if index else FirstNorms(norm))
 
         layers = [layer(index, *kind) for index, kind in enumerate(_windows(reader))]
         classifier = ClassifierConfig(
@@ -120,7 +107,7 @@ class ModernBertModel(EncoderModel):
         return config
 
 
-def _windows(reader: ConfigReader) -> list[tuple[int | None, RopeParameters]]:
+def _windows(reader: d.ConfigReader) -> list[tuple[int | None, d.RopeParameters]]:
     """(window, rope) of each layer: all tokens at every third, half of `local_attention` on each side elsewhere."""
     count, every = reader.positive("num_hidden_layers"), reader.positive("global_attn_every_n_layers", 3)
     window = reader.positive("local_attention", 128) // 2 + 1
@@ -136,7 +123,7 @@ def _windows(reader: ConfigReader) -> list[tuple[int | None, RopeParameters]]:
             reader.expect(key, reader.raw.get(key))
     else:
         whole, local = (
-            RopeParameters(theta=reader.positive_number(key, default, above=1.0))
+            d.RopeParameters(theta=reader.positive_number(key, default, above=1.0))
             for key, default in (("global_rope_theta", 160_000.0), ("local_rope_theta", 10_000.0))
         )
     return [(None, whole) if is_all else (window, local) for is_all in sees_all]

@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    LayerConfig,
-    PlainMLPConfig,
-    PreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_rms_norm,
-)
+from llm.models import decoder as d
 
 
-class NanoChatForCausalLM(DecoderForCausalLM):
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+class NanoChatForCausalLM(d.DecoderForCausalLM):
+    packed_modules_mapping = d.QKV_PACKED
+    renames = (
         ("model.layers.*.mlp.fc1", "model.layers.*.mlp.up_proj"),
         ("model.layers.*.mlp.fc2", "model.layers.*.mlp.down_proj"),
     )
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        rope, norm = replace(reader.rope(), reverse=True), replace(read_rms_norm(reader), has_weight=False)
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope, norm = replace(reader.rope(), reverse=True), replace(d.read_rms_norm(reader), has_weight=False)
         bias = reader.boolean("attention_bias", False)
-        attention = AttentionConfig(
-            read_heads(reader), rope, qkv_bias=bias, out_bias=bias, qk_norm=norm, qk_norm_after_rope=True
+        attention = d.AttentionConfig(
+            d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias, qk_norm=norm, qk_norm_after_rope=True
         )
-        layer = LayerConfig(
+        layer = d.LayerConfig(
             attention=attention,
-            mlp=PlainMLPConfig(reader.positive("intermediate_size", 8192), reader.string("hidden_act", "relu2")),
-            norms=PreNorms(norm),
+            mlp=d.PlainMLPConfig(reader.positive("intermediate_size", 8192), reader.string("hidden_act", "relu2")),
+            norms=d.PreNorms(norm),
         )
-        return read_decoder(
+        return d.read_decoder(
             reader,
             layer,
             norm,
-            positions=longest_sequence(reader, rope),
+            positions=d.longest_sequence(reader, rope),
             embedding_norm=norm,
             logits_soft_cap=reader.optional_number("final_logit_softcapping", 15.0),
         )

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from llm.layers.norm import LayerNorm1P
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    LayerConfig,
-    PlainMLPConfig,
-    PreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_layer_norm,
-)
+from llm.models import decoder as d
 
 
-class NemotronForCausalLM(DecoderForCausalLM):
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+class NemotronForCausalLM(d.DecoderForCausalLM):
+    packed_modules_mapping = d.QKV_PACKED
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        rope, norm = reader.rope(default_share=0.5), read_layer_norm(reader, "norm_eps", LayerNorm1P)
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope, norm = reader.rope(default_share=0.5), d.read_layer_norm(reader, "norm_eps", d.LayerNorm1P)
         bias, mlp_bias = reader.boolean("attention_bias", False), reader.boolean("mlp_bias", False)
         activation = reader.string("hidden_act", "relu2")
-        layer = LayerConfig(
-            attention=AttentionConfig(read_heads(reader), rope, qkv_bias=bias, out_bias=bias),
-            mlp=PlainMLPConfig(reader.positive("intermediate_size"), activation, mlp_bias),
-            norms=PreNorms(norm),
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias),
+            mlp=d.PlainMLPConfig(reader.positive("intermediate_size"), activation, mlp_bias),
+            norms=d.PreNorms(norm),
         )
-        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope, 4096))
+        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 4096))
+
+
+class Jais2ForCausalLM(d.DecoderForCausalLM):
+    packed_modules_mapping = d.QKV_PACKED
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope, norm = reader.rope(), d.read_layer_norm(reader)
+        bias, mlp_bias = reader.boolean("attention_bias", True), reader.boolean("mlp_bias", True)
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias),
+            mlp=d.PlainMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "relu2"), mlp_bias),
+            norms=d.PreNorms(norm),
+        )
+        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 8192))

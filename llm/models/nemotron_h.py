@@ -8,24 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    MixerLayer,
-    MoEConfig,
-    NormConfig,
-    OnePart,
-    PartConfig,
-    PlainMLPConfig,
-    read_activation,
-    read_decoder,
-    read_heads,
-)
-from llm.models.deepseek_v3 import sigmoid_experts
-from llm.models.mamba import TRAINING
-from llm.models.mamba2 import read_mixer
+from llm.models import decoder as d
+from llm.models.deepseek import sigmoid_experts
+from llm.models.mamba import TRAINING, read_mixer
 from llm.models.qwen3_next import predicts_second_token
 
 # Letters of `hybrid_override_pattern`, and the names in `layers_block_type` of transformers 4 and 5.
@@ -39,7 +24,7 @@ _UNUSED = """
 _UNUSED_PARTS = ("moe", "expert", "mtp", "hybrid")
 
 
-class NemotronHForCausalLM(DecoderForCausalLM):
+class NemotronHForCausalLM(d.DecoderForCausalLM):
     renames = (
         ("backbone.embeddings", "model.embed_tokens"),
         ("backbone.layers.*.norm", "model.layers.*.input_layernorm"),
@@ -52,25 +37,28 @@ class NemotronHForCausalLM(DecoderForCausalLM):
     ignores_weight = staticmethod(predicts_second_token)
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.ignore(*TRAINING, *_UNUSED, *(key for key in reader.raw if any(part in key for part in _UNUSED_PARTS)))
         reader.expect("sliding_window", None)
-        norm = NormConfig(reader.positive_number("layer_norm_epsilon", 1e-5))
-        bias, heads = reader.boolean("attention_bias", False), read_heads(reader, default_kv_heads=8, default_size=128)
+        norm = d.NormConfig(reader.positive_number("layer_norm_epsilon", 1e-5))
+        bias, heads = (
+            reader.boolean("attention_bias", False),
+            d.read_heads(reader, default_kv_heads=8, default_size=128),
+        )
         size, activation = reader.positive("intermediate_size", 21504), reader.string("mlp_hidden_act", "relu2")
-        read_activation(reader, "mamba_hidden_act")
-        parts: dict[str, PartConfig] = {
+        d.read_activation(reader, "mamba_hidden_act")
+        parts: dict[str, d.PartConfig] = {
             "mamba": read_mixer(reader, norm.eps, ("mamba_num_heads", "mamba_head_dim", "ssm_state_size")),
-            "attention": AttentionConfig(heads, qkv_bias=bias, out_bias=bias),
-            "mlp": PlainMLPConfig(size, activation, reader.boolean("mlp_bias", False)),
+            "attention": d.AttentionConfig(heads, qkv_bias=bias, out_bias=bias),
+            "mlp": d.PlainMLPConfig(size, activation, reader.boolean("mlp_bias", False)),
         }
         kinds = _read_kinds(reader)
         parts |= {"moe": _read_experts(reader)} if "moe" in kinds else {}
-        layers = [MixerLayer(attention=parts[kind], norms=OnePart(norm)) for kind in kinds]
-        return read_decoder(reader, layers, norm, positions=reader.positive("max_position_embeddings", 4096))
+        layers = [d.MixerLayer(attention=parts[kind], norms=d.OnePart(norm)) for kind in kinds]
+        return d.read_decoder(reader, layers, norm, positions=reader.positive("max_position_embeddings", 4096))
 
 
-def _read_kinds(reader: ConfigReader) -> list[str]:
+def _read_kinds(reader: d.ConfigReader) -> list[str]:
     key = "layers_block_type" if "layers_block_type" in reader.raw else "hybrid_override_pattern"
     given = reader.names(key) if key == "layers_block_type" else list(reader.string(key))
     if not given or not _KINDS.keys() >= set(given):
@@ -78,7 +66,7 @@ def _read_kinds(reader: ConfigReader) -> list[str]:
     return [_KINDS[kind] for kind in given]
 
 
-def _read_experts(reader: ConfigReader) -> MoEConfig:
+def _read_experts(reader: d.ConfigReader) -> d.MoEConfig:
     """DeepSeek V3's choice of experts that have no gate, in front of which hidden states may be projected."""
     reader.expect("n_shared_experts", 1)
     return replace(

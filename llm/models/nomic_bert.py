@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from llm.layers.norm import LayerNorm
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import AttentionConfig, GatedMLPConfig, Heads, LayerConfig, NormConfig, NormedSums
+from llm.models import decoder as d
 from llm.models.encoder import ClassifierConfig, EncoderConfig, EncoderModel, layer_renames
 
 _LAYER = {
@@ -49,26 +47,24 @@ _WITHOUT_EFFECT = (
 
 
 class NomicBertModel(EncoderModel):
-    renames: ClassVar[tuple[tuple[str, str], ...]] = layer_renames(
-        ("nomic_bert.", ""), "encoder.layers", _LAYER, _AROUND
-    )
+    renames = layer_renames(("nomic_bert.", ""), "encoder.layers", _LAYER, _AROUND)
     heads: ClassVar[Mapping[str, str]] = {
         "nomic_bert.pooler.dense": "head.dense",
         "pooler.dense": "head.dense",
         "classifier": "head.out",
     }
-    other_heads: ClassVar[tuple[str, ...]] = ("cls",)
+    other_heads = ("cls",)
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> EncoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> EncoderConfig:
         reader = _as_transformers(reader)
         hidden, count = reader.positive("hidden_size"), reader.positive("num_attention_heads")
-        norm = NormConfig(reader.positive_number("layer_norm_eps", 1e-12), LayerNorm)
-        heads = Heads(count, count, reader.positive("head_dim", hidden // count))
-        layer = LayerConfig(
-            attention=AttentionConfig(heads, reader.rope(1000.0), causal=False),
-            mlp=GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
-            norms=NormedSums(norm),
+        norm = d.NormConfig(reader.positive_number("layer_norm_eps", 1e-12), d.LayerNorm)
+        heads = d.Heads(count, count, reader.positive("head_dim", hidden // count))
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(heads, reader.rope(1000.0), causal=False),
+            mlp=d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
+            norms=d.NormedSums(norm),
         )
         for key in ("hidden_dropout_prob", "attention_probs_dropout_prob", "tie_word_embeddings"):
             reader.expect(key, reader.raw.get(key))
@@ -86,7 +82,7 @@ class NomicBertModel(EncoderModel):
         return config
 
 
-def _as_transformers(reader: ConfigReader) -> ConfigReader:
+def _as_transformers(reader: d.ConfigReader) -> d.ConfigReader:
     """A published config.json with transformers' keys; positions beyond the trained ones need a rope that is scaled."""
     if "n_embd" not in reader.raw:
         return reader
@@ -95,4 +91,4 @@ def _as_transformers(reader: ConfigReader) -> ConfigReader:
     known = (*_EXPECTED, *_WITHOUT_EFFECT)
     raw = {_PUBLISHED.get(key, key): value for key, value in reader.raw.items() if key not in known}
     positions = min(reader.positive("n_positions", 2048), reader.positive("max_trained_positions", 2048))
-    return ConfigReader({**raw, "max_position_embeddings": positions})
+    return d.ConfigReader({**raw, "max_position_embeddings": positions})

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from llm.layers.norm import LayerNorm
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    Heads,
-    LayerConfig,
-    LearnedPositions,
-    NormConfig,
-    NormedSums,
-    PlainMLPConfig,
-    PreNorms,
-    read_decoder,
-)
+from llm.models import decoder as d
 
 # Position 0 is row 2 of the table, because of the padding ids in its training code.
 _POSITION_OFFSET = 2
 
 
-class OPTForCausalLM(DecoderForCausalLM):
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+class OPTForCausalLM(d.DecoderForCausalLM):
+    packed_modules_mapping = d.QKV_PACKED
+    renames = (
         ("model.decoder.layers.*.self_attn.out_proj", "model.layers.*.self_attn.o_proj"),
         ("model.decoder.layers.*.self_attn_layer_norm", "model.layers.*.input_layernorm"),
         ("model.decoder.layers.*.final_layer_norm", "model.layers.*.post_attention_layernorm"),
@@ -38,7 +22,7 @@ class OPTForCausalLM(DecoderForCausalLM):
     )
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
         positions = reader.positive("max_position_embeddings", 2048)
         # Only opt-350m normalises the sums, has no final norm, and a narrower embedding.
@@ -49,18 +33,18 @@ class OPTForCausalLM(DecoderForCausalLM):
         for key in ("dropout", "layerdrop", "init_std", "activation_dropout"):
             reader.expect(key, reader.raw.get(key))
         bias = reader.boolean("enable_bias", True)
-        norm = NormConfig(1e-5, LayerNorm)
-        layer = LayerConfig(
-            attention=AttentionConfig(Heads(heads, heads, hidden // heads), qkv_bias=bias, out_bias=bias),
-            mlp=PlainMLPConfig(reader.positive("ffn_dim"), reader.string("activation_function", "relu"), bias=bias),
-            norms=PreNorms(norm) if is_pre_norm else NormedSums(norm),
+        norm = d.NormConfig(1e-5, d.LayerNorm)
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(d.Heads(heads, heads, hidden // heads), qkv_bias=bias, out_bias=bias),
+            mlp=d.PlainMLPConfig(reader.positive("ffn_dim"), reader.string("activation_function", "relu"), bias=bias),
+            norms=d.PreNorms(norm) if is_pre_norm else d.NormedSums(norm),
         )
-        return read_decoder(
+        return d.read_decoder(
             reader,
             layer,
             norm if is_pre_norm else None,
             positions=positions,
             tied=True,
             embedding_size=None if width == hidden else width,
-            learned_positions=LearnedPositions(positions + _POSITION_OFFSET, offset=_POSITION_OFFSET),
+            learned_positions=d.LearnedPositions(positions + _POSITION_OFFSET, offset=_POSITION_OFFSET),
         )

@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    LayerConfig,
-    PlainMLPConfig,
-    PreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_layer_norm,
-)
+from llm.models import decoder as d
 
 _LAYER = (
     ("self_attn.query_key_value", "self_attn.qkv_proj"),
@@ -28,18 +14,18 @@ _LAYER = (
 )
 
 
-class PersimmonForCausalLM(DecoderForCausalLM):
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
-    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+class PersimmonForCausalLM(d.DecoderForCausalLM):
+    packed_modules_mapping = d.NOTHING_PACKED
+    renames = (
         *((f"model.layers.*.{theirs}", f"model.layers.*.{ours}") for theirs, ours in _LAYER),
         ("model.final_layernorm", "model.norm"),
     )
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        rope, norm = reader.rope(default_share=0.5), read_layer_norm(reader)
-        attention = AttentionConfig(
-            read_heads(reader),
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope, norm = reader.rope(default_share=0.5), d.read_layer_norm(reader)
+        attention = d.AttentionConfig(
+            d.read_heads(reader),
             rope,
             qkv_bias=True,
             out_bias=True,
@@ -47,6 +33,6 @@ class PersimmonForCausalLM(DecoderForCausalLM):
             qk_norm=norm if reader.boolean("qk_layernorm", True) else None,
         )
         activation = reader.string("hidden_act", "relu2")
-        mlp = PlainMLPConfig(reader.positive("intermediate_size"), activation, bias=True)
-        layer = LayerConfig(attention=attention, mlp=mlp, norms=PreNorms(norm))
-        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope, 16384))
+        mlp = d.PlainMLPConfig(reader.positive("intermediate_size"), activation, bias=True)
+        layer = d.LayerConfig(attention=attention, mlp=mlp, norms=d.PreNorms(norm))
+        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 16384))

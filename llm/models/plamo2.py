@@ -3,23 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
-from llm.layers.norm import GemmaRMSNorm
-from llm.layers.rotary import RopeParameters
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    Heads,
-    LayerConfig,
-    PreAndPostNorms,
-    read_decoder,
-    read_rms_norm,
-)
-from llm.models.decoder.mamba import Plamo2MambaConfig
+from llm.models import decoder as d
 
 _NORMS = (
     ("pre_mixer_norm", "input_layernorm"),
@@ -34,8 +19,8 @@ _UNUSED = "mamba_chunk_size image_feature_size image_proj_type fp8_accum_dtype".
 _OFF = {"image_token_id": None, "eval_attention_n_bit": None, "eval_mlp_n_bit": None, "linear_type": "normal"}
 
 
-class Plamo2ForCausalLM(DecoderForCausalLM):
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}  # checkpoints have the matrices together
+class Plamo2ForCausalLM(d.DecoderForCausalLM):
+    packed_modules_mapping = d.NOTHING_PACKED  # checkpoints have the matrices together
     renames = (
         *((f"model.layers.layers.*.{theirs}", f"model.layers.*.{ours}") for theirs, ours in _NORMS),
         ("model.layers.layers.*.mixer", "model.layers.*.self_attn"),
@@ -43,30 +28,32 @@ class Plamo2ForCausalLM(DecoderForCausalLM):
     )
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.ignore(*_UNUSED)
         for key, value in _OFF.items():
             reader.expect(key, value)
-        norm = read_rms_norm(reader, kind=GemmaRMSNorm)
+        norm = d.read_rms_norm(reader, kind=d.GemmaRMSNorm)
         size, count = reader.positive("hidden_size_per_head", 128), reader.positive("num_hidden_layers", 32)
         heads = reader.positive("num_attention_heads", 32)
-        attention = AttentionConfig(
-            Heads(heads, reader.positive("num_key_value_heads", 4), size), qk_norm=norm, qk_norm_over="own head"
+        attention = d.AttentionConfig(
+            d.Heads(heads, reader.positive("num_key_value_heads", 4), size), qk_norm=norm, qk_norm_over="own head"
         )
         scanning, rank = reader.positive("mamba_num_heads", 64), max(64, reader.positive("hidden_size", 4096) // 16)
         states, kernel = reader.positive("mamba_d_state", 64), reader.positive("mamba_d_conv", 4)
-        mamba = Plamo2MambaConfig(scanning, size, states, kernel, rank, norm.eps)
-        mlp = GatedMLPConfig(reader.positive("intermediate_size", 13312))
+        mamba = d.Plamo2MambaConfig(scanning, size, states, kernel, rank, norm.eps)
+        mlp = d.GatedMLPConfig(reader.positive("intermediate_size", 13312))
         behind = replace(norm, weight_offset=0.2), replace(norm, weight_offset=5**-1.5)
         mixers = [
             replace(attention, rope=rope, sliding_window=window) if is_attention else mamba
             for is_attention, (rope, window) in zip(_attends(reader, count), _sights(reader, count), strict=True)
         ]
-        layers = [LayerConfig(attention=mixer, mlp=mlp, norms=PreAndPostNorms(norm, *behind)) for mixer in mixers]
-        return read_decoder(reader, layers, norm, positions=reader.positive("max_position_embeddings", 2048), tied=True)
+        layers = [d.LayerConfig(attention=mixer, mlp=mlp, norms=d.PreAndPostNorms(norm, *behind)) for mixer in mixers]
+        return d.read_decoder(
+            reader, layers, norm, positions=reader.positive("max_position_embeddings", 2048), tied=True
+        )
 
 
-def _attends(reader: ConfigReader, count: int) -> list[bool]:
+def _attends(reader: d.ConfigReader, count: int) -> list[bool]:
     """Which layers have attention: one in `mamba_step`, and the last of a model with too few layers for that."""
     step = reader.positive("mamba_step", 2)
     if not reader.boolean("mamba_enabled", True):
@@ -77,7 +64,7 @@ def _attends(reader: ConfigReader, count: int) -> list[bool]:
     return [index == count - 1 if count <= middle else index % step == middle for index in range(count)]
 
 
-def _sights(reader: ConfigReader, count: int) -> list[tuple[RopeParameters, int | None]]:
+def _sights(reader: d.ConfigReader, count: int) -> list[tuple[d.RopeParameters, int | None]]:
     """The rope of each layer and its window: a token sees so many before it, all in layers of `full_attention_idx`."""
     window, full = reader.positive("attention_window_size", 2048), reader.integers("full_attention_idx") or []
     reader.expect("sliding_window", window)  # the same again, for vLLM

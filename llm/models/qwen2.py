@@ -2,45 +2,105 @@
 
 from __future__ import annotations
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    LayerConfig,
-    PreNorms,
-    layer_windows,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_rms_norm,
-)
+from llm.models import decoder as d
+from llm.models.text_part import TextPart, read_text_part
 
 
-class Qwen2ForCausalLM(DecoderForCausalLM):
+class Qwen2ForCausalLM(d.DecoderForCausalLM):
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        rope, norm, heads = reader.rope(), read_rms_norm(reader), read_heads(reader, default_kv_heads=32)
-        mlp = GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
-        return read_decoder(
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope, norm, heads = reader.rope(), d.read_rms_norm(reader), d.read_heads(reader, default_kv_heads=32)
+        mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
+        return d.read_decoder(
             reader,
             [
-                LayerConfig(
-                    attention=AttentionConfig(heads, rope, window, qkv_bias=True), mlp=mlp, norms=PreNorms(norm)
+                d.LayerConfig(
+                    attention=d.AttentionConfig(heads, rope, window, qkv_bias=True), mlp=mlp, norms=d.PreNorms(norm)
                 )
                 for window in qwen_windows(reader)
             ],
             norm,
-            positions=longest_sequence(reader, rope, 32768),
+            positions=d.longest_sequence(reader, rope, 32768),
         )
 
 
-def qwen_windows(reader: ConfigReader) -> list[int | None]:
+def qwen_windows(reader: d.ConfigReader) -> list[int | None]:
     """The sliding window of each layer: with `use_sliding_window`, layers from `max_window_layers` on have one."""
     count = reader.positive("num_hidden_layers")
     window = reader.optional_integer("sliding_window", 4096)
     first = reader.integer("max_window_layers", 28)
     use = reader.boolean("use_sliding_window", False)
     sliding = [use and window is not None and index >= first for index in range(count)]
-    return layer_windows(reader, count, window if use else None, sliding)
+    return d.layer_windows(reader, count, window if use else None, sliding)
+
+
+class Qwen2MoeForCausalLM(d.DecoderForCausalLM):
+    renames = (("model.layers.*.mlp.shared_expert", "model.layers.*.mlp.shared_experts.0"),)
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        d.ignore_training(reader)
+        rope, norm = reader.rope(), d.read_rms_norm(reader)
+        heads, bias = d.read_heads(reader, default_kv_heads=16), reader.boolean("qkv_bias", True)
+        activation = reader.string("hidden_act", "silu")
+        dense = d.GatedMLPConfig(reader.positive("intermediate_size", 5632), activation)
+        sparse = d.MoEConfig(
+            reader.positive("num_experts", 60),
+            reader.positive("num_experts_per_tok", 4),
+            reader.positive("moe_intermediate_size", 1408),
+            activation,
+            renormalize=reader.boolean("norm_topk_prob", False),
+            shared_size=reader.positive("shared_expert_intermediate_size", 5632),
+            shared_gate=True,
+        )
+
+        def layer(window: int | None, is_sparse: bool) -> d.LayerConfig:
+            mlp: d.PartConfig = sparse if is_sparse else dense
+            return d.LayerConfig(
+                attention=d.AttentionConfig(heads, rope, window, qkv_bias=bias), mlp=mlp, norms=d.PreNorms(norm)
+            )
+
+        return d.read_decoder(
+            reader,
+            map(layer, _windows(reader), d.sparse_layers(reader)),
+            norm,
+            positions=d.longest_sequence(reader, rope, 32768),
+        )
+
+
+def _windows(reader: d.ConfigReader) -> list[int | None]:
+    """Of each layer: with `use_sliding_window` every second one before `max_window_layers` has one."""
+    count = reader.positive("num_hidden_layers")
+    window = reader.optional_integer("sliding_window", 4096)
+    first_full = reader.integer("max_window_layers", 28)
+    use = reader.boolean("use_sliding_window", False)
+    sliding = [use and index % 2 == 0 and index < first_full for index in range(count)]
+    return d.layer_windows(reader, count, window if use else None, sliding)
+
+
+_OTHERS = (
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "vision_token_id",
+)
+
+
+class Qwen2_5_VLForConditionalGeneration(TextPart, Qwen2ForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        return read_text_part(nested(reader, _OTHERS), Qwen2ForCausalLM, {}, _OTHERS)
+
+
+def nested(reader: d.ConfigReader, others: tuple[str, ...]) -> d.ConfigReader:
+    """The first releases have the keys of the language model beside those of the others."""
+    if "text_config" in reader.raw:
+        return reader
+    outside = {key: value for key, value in reader.decoded.items() if key in (*others, "vision_config")}
+    text = {key: value for key, value in reader.decoded.items() if key not in outside}
+    return d.ConfigReader({**outside, "model_type": reader.family, "text_config": text})
+
+
+class Qwen2VLForConditionalGeneration(Qwen2_5_VLForConditionalGeneration):
+    """The same language model, behind another vision tower."""

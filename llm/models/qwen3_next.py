@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from llm.layers.linear_attention.gated_delta_net import DeltaHeads
-from llm.layers.norm import GemmaRMSNorm
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    LayerConfig,
-    PartConfig,
-    PreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_rms_norm,
-)
-from llm.models.decoder.multi_token import MultiTokenConfig
-from llm.models.decoder.recurrent import GatedDeltaConfig, attending_layers
-from llm.models.reading_experts import qwen_experts, sparse_layers
+from llm.models import decoder as d
+from llm.models.text_part import TextPart, in_text_part, read_text_part
 
 SHARED_EXPERT_OF_MTP = (("mtp.layers.*.mlp.shared_expert", "mtp.layers.*.mlp.shared_experts.0"),)
 
 
-class Qwen3NextForCausalLM(DecoderForCausalLM):
-    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+class Qwen3NextForCausalLM(d.DecoderForCausalLM):
+    renames = (
         ("model.layers.*.linear_attn", "model.layers.*.self_attn"),
         ("model.layers.*.mlp.shared_expert", "model.layers.*.mlp.shared_experts.0"),
         *SHARED_EXPERT_OF_MTP,
@@ -39,10 +22,26 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
         return predicts_second_token(name)
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
-        dense = GatedMLPConfig(reader.positive("intermediate_size", 5632), reader.string("hidden_act", "silu"))
-        sparse = qwen_experts(reader)
-        return qwen_hybrid(reader, "qwen_next", [sparse if is_sparse else dense for is_sparse in sparse_layers(reader)])
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        dense = d.GatedMLPConfig(reader.positive("intermediate_size", 5632), reader.string("hidden_act", "silu"))
+        sparse = _experts(reader)
+        return qwen_hybrid(
+            reader, "qwen_next", [sparse if is_sparse else dense for is_sparse in d.sparse_layers(reader)]
+        )
+
+
+def _experts(reader: d.ConfigReader, count: int = 512, best: int = 10) -> d.MoEConfig:
+    """Qwen's, with a shared expert that has a gate; `count` and `best` are defaults."""
+    d.ignore_training(reader)
+    return d.MoEConfig(
+        reader.positive("num_experts", count),
+        reader.positive("num_experts_per_tok", best),
+        reader.positive("moe_intermediate_size", 512),
+        reader.string("hidden_act", "silu"),
+        renormalize=reader.boolean("norm_topk_prob", True),
+        shared_size=reader.positive("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+    )
 
 
 def predicts_second_token(name: str) -> bool:
@@ -50,34 +49,99 @@ def predicts_second_token(name: str) -> bool:
     return name.startswith("mtp.")
 
 
-def qwen_hybrid(reader: ConfigReader, kind: str, mlps: list[PartConfig], kv_heads: int = 2) -> DecoderConfig:
+def qwen_hybrid(reader: d.ConfigReader, kind: str, mlps: list[d.PartConfig], kv_heads: int = 2) -> d.DecoderConfig:
     """A decoder with these feed-forwards, one per layer; `kind` of `GatedDeltaConfig`."""
     # config.json of a published model names the type of the state, and what transformers fixes.
     reader.expect("mamba_ssm_dtype", "float32")
     reader.expect("attn_output_gate", True)
-    rope, norm = reader.rope(default_share=0.25), read_rms_norm(reader, kind=GemmaRMSNorm)
+    rope, norm = reader.rope(default_share=0.25), d.read_rms_norm(reader, kind=d.GemmaRMSNorm)
     heads, bias = (
-        read_heads(reader, default_kv_heads=kv_heads, default_size=256),
+        d.read_heads(reader, default_kv_heads=kv_heads, default_size=256),
         reader.boolean("attention_bias", False),
     )
-    attention = AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, qk_norm=norm, gated=True)
+    attention = d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, qk_norm=norm, gated=True)
     reader.expect("hidden_act", "silu")
-    sizes = DeltaHeads(
+    sizes = d.DeltaHeads(
         reader.positive("linear_num_key_heads", 16),
         reader.positive("linear_num_value_heads", 32),
         reader.positive("linear_key_head_dim", 128),
         reader.positive("linear_value_head_dim", 128),
     )
-    linear = GatedDeltaConfig(kind, sizes, reader.positive("linear_conv_kernel_dim", 4), norm.eps)
+    linear = d.GatedDeltaConfig(kind, sizes, reader.positive("linear_conv_kernel_dim", 4), norm.eps)
     layers = [
-        LayerConfig(attention=attention if attends else linear, mlp=mlp, norms=PreNorms(norm))
-        for attends, mlp in zip(attending_layers(reader, len(mlps)), mlps, strict=True)
+        d.LayerConfig(attention=attention if attends else linear, mlp=mlp, norms=d.PreNorms(norm))
+        for attends, mlp in zip(d.attending_layers(reader, len(mlps)), mlps, strict=True)
     ]
-    predicting = LayerConfig(attention=attention, mlp=mlps[0], norms=PreNorms(norm))
-    return read_decoder(
+    predicting = d.LayerConfig(attention=attention, mlp=mlps[0], norms=d.PreNorms(norm))
+    return d.read_decoder(
         reader,
         layers,
         norm,
-        positions=longest_sequence(reader, rope, 32768),
-        multi_token=MultiTokenConfig(predicting, norm, "mtp", False),
+        positions=d.longest_sequence(reader, rope, 32768),
+        multi_token=d.MultiTokenConfig(predicting, norm, "mtp", False),
     )
+
+
+class Qwen3_5ForCausalLM(d.DecoderForCausalLM):
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
+        **d.DecoderForCausalLM.packed_modules_mapping,
+        "in_proj_ba": ["in_proj_b", "in_proj_a"],
+    }
+    renames: ClassVar[d.Renames] = (("model.layers.*.linear_attn", "model.layers.*.self_attn"),)
+
+    @staticmethod
+    def ignores_weight(name: str) -> bool:
+        return predicts_second_token(name)
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        ignore_second_token(reader)
+        reader.expect("mlp_only_layers", [])
+        mlp: d.PartConfig = d.GatedMLPConfig(
+            reader.positive("intermediate_size", 12288), reader.string("hidden_act", "silu")
+        )
+        return qwen_hybrid(reader, "qwen", [mlp] * reader.positive("num_hidden_layers"), 4)
+
+
+def ignore_second_token(reader: d.ConfigReader) -> None:
+    """Keys of the layer that predicts a second token."""
+    for key in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
+        reader.expect(key, reader.raw.get(key))
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    renames: ClassVar[d.Renames] = (
+        *Qwen3_5ForCausalLM.renames,
+        ("model.layers.*.mlp.shared_expert", "model.layers.*.mlp.shared_experts.0"),
+        *SHARED_EXPERT_OF_MTP,
+    )
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        ignore_second_token(reader)
+        reader.expect("mlp_only_layers", [])
+        mlp: d.PartConfig = _experts(reader, 256, 8)
+        return qwen_hybrid(reader, "qwen", [mlp] * reader.positive("num_hidden_layers"))
+
+
+IMAGES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+class Qwen3_5ForConditionalGeneration(TextPart, Qwen3_5ForCausalLM):
+    renames = (*in_text_part(Qwen3_5ForCausalLM.renames), *TextPart.renames)
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        return read_text_part(reader, Qwen3_5ForCausalLM, {}, IMAGES)
+
+
+class Qwen3_5MoeForConditionalGeneration(TextPart, Qwen3_5MoeForCausalLM):
+    renames = (
+        *SHARED_EXPERT_OF_MTP,
+        *in_text_part(Qwen3_5MoeForCausalLM.renames),
+        *TextPart.renames,
+    )
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        return read_text_part(reader, Qwen3_5MoeForCausalLM, {}, IMAGES)

@@ -1,136 +1,137 @@
-"""Which class computes which architecture.
+"""Which class computes which architecture: a static table, and `register_model` for users' own classes.
 
-Owns the static table by `model_type` and by architecture name, and `register_model` for users' own classes. A class may
-be given as "module:Class"; it is imported when first needed.
+A class may be given as "module:Class"; it is imported when first needed.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 from llm.base.text import show
 from llm.errors import UnsupportedModelError, ValidationError
-from llm.models.way_out import of_architecture, of_head
 
-# model_type -> the class in the file of that name. Architectures are known by the class's name.
+# model_type -> "file:Class". An architecture is known by the name of the class.
 _FAMILIES = {
-    "apertus": "ApertusForCausalLM",
-    "arcee": "ArceeForCausalLM",
-    "bamba": "BambaForCausalLM",
-    "bloom": "BloomForCausalLM",
-    "codegen": "CodeGenForCausalLM",
-    "cohere": "CohereForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "dots1": "Dots1ForCausalLM",
-    "ernie4_5": "Ernie4_5ForCausalLM",
-    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
-    "exaone_moe": "ExaoneMoeForCausalLM",
-    "falcon": "FalconForCausalLM",
-    "falcon_h1": "FalconH1ForCausalLM",
-    "falcon_mamba": "FalconMambaForCausalLM",
-    "flex_olmo": "FlexOlmoForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3n": "Gemma3nForConditionalGeneration",
-    "gemma3n_text": "Gemma3nForCausalLM",
-    "gemma4": "Gemma4ForConditionalGeneration",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "glm": "GlmForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "gpt_bigcode": "GPTBigCodeForCausalLM",
-    "gpt_neo": "GPTNeoForCausalLM",
-    "gpt_neox": "GPTNeoXForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "gptj": "GPTJForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "granitemoe": "GraniteMoeForCausalLM",
-    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
-    "granitemoeshared": "GraniteMoeSharedForCausalLM",
-    "helium": "HeliumForCausalLM",
-    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
-    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
-    "hy_v3": "HYV3ForCausalLM",
-    "hyperclovax": "HyperCLOVAXForCausalLM",
-    "internlm2": "InternLM2ForCausalLM",
-    "internlm3": "InternLM3ForCausalLM",
-    "jais2": "Jais2ForCausalLM",
-    "jamba": "JambaForCausalLM",
-    "kimi_linear": "KimiLinearForCausalLM",
-    "lfm2": "Lfm2ForCausalLM",
-    "lfm2_moe": "Lfm2MoeForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "llama4": "Llama4ForConditionalGeneration",
-    "llama4_text": "Llama4ForCausalLM",
-    "mamba": "MambaForCausalLM",
-    "mamba2": "Mamba2ForCausalLM",
-    "mellum": "MellumForCausalLM",
-    "minicpm3": "MiniCPM3ForCausalLM",
-    "minimax_m2": "MiniMaxM2ForCausalLM",
-    "ministral": "MinistralForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mistral3": "Mistral3ForConditionalGeneration",
-    "mixtral": "MixtralForCausalLM",
-    "mpt": "MptForCausalLM",
-    "nanochat": "NanoChatForCausalLM",
-    "nemotron": "NemotronForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
-    "olmo": "OlmoForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "olmo_hybrid": "OlmoHybridForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "opt": "OPTForCausalLM",
-    "persimmon": "PersimmonForCausalLM",
-    "phi": "PhiForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "phimoe": "PhimoeForCausalLM",
-    "plamo2": "Plamo2ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen2_vl": "Qwen2VLForConditionalGeneration",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "seed_oss": "SeedOssForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "solar_open": "SolarOpenForCausalLM",
-    "stablelm": "StableLmForCausalLM",
-    "starcoder2": "Starcoder2ForCausalLM",
-    "vaultgemma": "VaultGemmaForCausalLM",
-    "zamba2": "Zamba2ForCausalLM",
+    "apertus": "apertus:ApertusForCausalLM",
+    "arcee": "llama:ArceeForCausalLM",
+    "bamba": "bamba:BambaForCausalLM",
+    "bloom": "bloom:BloomForCausalLM",
+    "codegen": "gptj:CodeGenForCausalLM",
+    "cohere": "cohere:CohereForCausalLM",
+    "cohere2": "cohere:Cohere2ForCausalLM",
+    "deepseek_v2": "deepseek:DeepseekV2ForCausalLM",
+    "deepseek_v3": "deepseek:DeepseekV3ForCausalLM",
+    "dots1": "deepseek:Dots1ForCausalLM",
+    "ernie4_5": "ernie4_5:Ernie4_5ForCausalLM",
+    "ernie4_5_moe": "ernie4_5:Ernie4_5_MoeForCausalLM",
+    "exaone4": "exaone:Exaone4ForCausalLM",
+    "exaone_moe": "exaone:ExaoneMoeForCausalLM",
+    "falcon": "falcon:FalconForCausalLM",
+    "falcon_h1": "falcon_h1:FalconH1ForCausalLM",
+    "falcon_mamba": "mamba:FalconMambaForCausalLM",
+    "flex_olmo": "olmo:FlexOlmoForCausalLM",
+    "gemma": "gemma:GemmaForCausalLM",
+    "gemma2": "gemma:Gemma2ForCausalLM",
+    "gemma3": "gemma:Gemma3ForConditionalGeneration",
+    "gemma3_text": "gemma:Gemma3ForCausalLM",
+    "gemma3n": "gemma3n:Gemma3nForConditionalGeneration",
+    "gemma3n_text": "gemma3n:Gemma3nForCausalLM",
+    "gemma4": "gemma4:Gemma4ForConditionalGeneration",
+    "gemma4_text": "gemma4:Gemma4ForCausalLM",
+    "glm": "glm:GlmForCausalLM",
+    "glm4": "glm:Glm4ForCausalLM",
+    "glm4_moe": "glm:Glm4MoeForCausalLM",
+    "glm4_moe_lite": "glm:Glm4MoeLiteForCausalLM",
+    "gpt2": "gpt2:GPT2LMHeadModel",
+    "gpt_bigcode": "gpt2:GPTBigCodeForCausalLM",
+    "gpt_neo": "gpt2:GPTNeoForCausalLM",
+    "gpt_neox": "gpt_neox:GPTNeoXForCausalLM",
+    "gpt_oss": "gpt_oss:GptOssForCausalLM",
+    "gptj": "gptj:GPTJForCausalLM",
+    "granite": "granite:GraniteForCausalLM",
+    "granitemoe": "granite:GraniteMoeForCausalLM",
+    "granitemoehybrid": "granite:GraniteMoeHybridForCausalLM",
+    "granitemoeshared": "granite:GraniteMoeSharedForCausalLM",
+    "helium": "llama:HeliumForCausalLM",
+    "hunyuan_v1_dense": "hunyuan:HunYuanDenseV1ForCausalLM",
+    "hunyuan_v1_moe": "hunyuan:HunYuanMoEV1ForCausalLM",
+    "hy_v3": "hunyuan:HYV3ForCausalLM",
+    "hyperclovax": "hyperclovax:HyperCLOVAXForCausalLM",
+    "internlm2": "internlm:InternLM2ForCausalLM",
+    "internlm3": "internlm:InternLM3ForCausalLM",
+    "jais2": "nemotron:Jais2ForCausalLM",
+    "jamba": "jamba:JambaForCausalLM",
+    "kimi_linear": "kimi_linear:KimiLinearForCausalLM",
+    "lfm2": "lfm2:Lfm2ForCausalLM",
+    "lfm2_moe": "lfm2:Lfm2MoeForCausalLM",
+    "llama": "llama:LlamaForCausalLM",
+    "llama4": "llama4:Llama4ForConditionalGeneration",
+    "llama4_text": "llama4:Llama4ForCausalLM",
+    "mamba": "mamba:MambaForCausalLM",
+    "mamba2": "mamba:Mamba2ForCausalLM",
+    "mellum": "mellum:MellumForCausalLM",
+    "minicpm3": "minicpm3:MiniCPM3ForCausalLM",
+    "minimax_m2": "minimax_m2:MiniMaxM2ForCausalLM",
+    "ministral": "mistral:MinistralForCausalLM",
+    "ministral3": "mistral:Ministral3ForCausalLM",
+    "mistral": "mistral:MistralForCausalLM",
+    "mistral3": "mistral:Mistral3ForConditionalGeneration",
+    "mixtral": "mistral:MixtralForCausalLM",
+    "mpt": "mpt:MptForCausalLM",
+    "nanochat": "nanochat:NanoChatForCausalLM",
+    "nemotron": "nemotron:NemotronForCausalLM",
+    "nemotron_h": "nemotron_h:NemotronHForCausalLM",
+    "olmo": "olmo:OlmoForCausalLM",
+    "olmo2": "olmo:Olmo2ForCausalLM",
+    "olmo3": "olmo:Olmo3ForCausalLM",
+    "olmo_hybrid": "olmo:OlmoHybridForCausalLM",
+    "olmoe": "olmo:OlmoeForCausalLM",
+    "opt": "opt:OPTForCausalLM",
+    "persimmon": "persimmon:PersimmonForCausalLM",
+    "phi": "phi:PhiForCausalLM",
+    "phi3": "phi:Phi3ForCausalLM",
+    "phimoe": "phi:PhimoeForCausalLM",
+    "plamo2": "plamo2:Plamo2ForCausalLM",
+    "qwen2": "qwen2:Qwen2ForCausalLM",
+    "qwen2_5_vl": "qwen2:Qwen2_5_VLForConditionalGeneration",
+    "qwen2_moe": "qwen2:Qwen2MoeForCausalLM",
+    "qwen2_vl": "qwen2:Qwen2VLForConditionalGeneration",
+    "qwen3": "qwen3:Qwen3ForCausalLM",
+    "qwen3_5": "qwen3_next:Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "qwen3_next:Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe_text": "qwen3_next:Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "qwen3_next:Qwen3_5ForCausalLM",
+    "qwen3_moe": "qwen3:Qwen3MoeForCausalLM",
+    "qwen3_next": "qwen3_next:Qwen3NextForCausalLM",
+    "qwen3_vl": "qwen3:Qwen3VLForConditionalGeneration",
+    "seed_oss": "llama:SeedOssForCausalLM",
+    "smollm3": "llama:SmolLM3ForCausalLM",
+    "solar_open": "deepseek:SolarOpenForCausalLM",
+    "stablelm": "stablelm:StableLmForCausalLM",
+    "starcoder2": "starcoder2:Starcoder2ForCausalLM",
+    "vaultgemma": "gemma:VaultGemmaForCausalLM",
+    "zamba2": "zamba2:Zamba2ForCausalLM",
 }
+_ARCHITECTURES = {family: place.partition(":")[2] for family, place in _FAMILIES.items()}
 
 # The same for models that do not generate: tokens see those after them. Architectures are any that their class reads.
-_ENCODERS: dict[str, str] = {
-    "bert": "llm.models.bert:BertModel",
-    "distilbert": "llm.models.distilbert:DistilBertModel",
-    "modernbert": "llm.models.modernbert:ModernBertModel",
-    "nomic_bert": "llm.models.nomic_bert:NomicBertModel",
-    "roberta": "llm.models.roberta:RobertaModel",
-    "xlm-roberta": "llm.models.roberta:RobertaModel",
+_ENCODERS = {
+    "bert": "bert:BertModel",
+    "distilbert": "bert:DistilBertModel",
+    "modernbert": "modernbert:ModernBertModel",
+    "nomic_bert": "nomic_bert:NomicBertModel",
+    "roberta": "bert:RobertaModel",
+    "xlm-roberta": "bert:RobertaModel",
 }
 
 # Some of the first checkpoints spell theirs with other capitals ("LLaMAForCausalLM").
-_SPELLINGS = {cls.lower(): cls for cls in _FAMILIES.values()}
+_SPELLINGS = {cls.lower(): cls for cls in _ARCHITECTURES.values()}
 
 _models: dict[str, Any] = {
-    name: f"llm.models.{family}:{cls}" for family, cls in _FAMILIES.items() for name in (family, cls)
+    name: f"llm.models.{place}" for family, place in _FAMILIES.items() for name in (family, _ARCHITECTURES[family])
 }
 
 
@@ -163,18 +164,18 @@ def resolve_model_cls(architectures: list[str], model_type: str) -> Any:
         found = _models.get(name) or _models.get(_SPELLINGS.get(name.lower(), ""))
         if found:
             return _load(found)
-    cls = _FAMILIES.get(model_type)
-    if architectures and cls and _models[model_type] == f"llm.models.{model_type}:{cls}":
+    cls = _ARCHITECTURES.get(model_type)
+    if architectures and cls and _models[model_type] == f"llm.models.{_FAMILIES[model_type]}":
         raise UnsupportedModelError(
             f"architectures {show(architectures)} of model_type {show(model_type)} is not supported"
-            f"{of_head(architectures[0], cls)}."
+            f"{_advice_on_head(architectures[0], cls)}."
         )
     if model_type in _models:
         return _load(_models[model_type])
-    own = [name for name in _models if name not in _FAMILIES and name not in _FAMILIES.values()]
+    own = [name for name in _models if name not in _FAMILIES and name not in _ARCHITECTURES.values()]
     raise UnsupportedModelError(
         f"model_type {show(model_type)} (architectures {show(architectures)}) is not supported"
-        f"{of_architecture(architectures, model_type, [*_FAMILIES, *own])}."
+        f"{_advice(architectures, model_type, [*_FAMILIES, *own])}."
     )
 
 
@@ -190,9 +191,9 @@ def is_encoder(model_type: str) -> bool:
 
 def resolve_pooling_cls(model_type: str) -> type:
     """The class whose hidden states are pooled, whatever the checkpoint's architecture is."""
-    place = _ENCODERS.get(model_type) if is_encoder(model_type) else _models.get(model_type)
+    place = f"llm.models.{_ENCODERS[model_type]}" if is_encoder(model_type) else _models.get(model_type)
     if place is None:
-        hint = of_architecture([], model_type, [*_FAMILIES, *_ENCODERS])
+        hint = _advice([], model_type, [*_FAMILIES, *_ENCODERS])
         raise UnsupportedModelError(f"model_type {show(model_type)} is not supported{hint}.")
     found: type = _load(place)
     return found
@@ -226,3 +227,45 @@ class ModelRegistry:
     @staticmethod
     def get_supported_archs() -> list[str]:
         return sorted(_models)
+
+
+# Reason -> parts of architecture names that imply it.
+_REASONS = {
+    "this mixture of experts is not here yet": ("moe", "deepseek", "gpt_oss"),
+    "it takes images, audio or video, and prompts here are text": ("conditionalgeneration", "_vl", "vision"),
+    "encoders with a decoder are not here": ("t5", "bart", "pegasus"),
+    "this encoder is not here yet": ("bert", "electra"),
+    "these recurrent layers are not here yet": ("rwkv",),
+}
+
+
+def _advice(architectures: Iterable[str], model_type: str, families: Iterable[str]) -> str:
+    """The reason why there is no such family if its name implies one, then the nearest by name, then where all are."""
+    families = sorted(families)
+    text = " ".join([*architectures, model_type]).lower()
+    why = next((f"; {reason}" for reason, parts in _REASONS.items() if any(part in text for part in parts)), "")
+    close = difflib.get_close_matches(model_type, families, n=1)
+    hint = f"; the nearest by name is {close[0]}" if close else ""
+    listed = f"ModelRegistry.get_supported_archs() lists the {len(families)} families there are"
+    return f"{why}{hint}; {listed}, and register_model() adds your own class"
+
+
+# What an architecture's name says it is for -> what runs it.
+_USES = {
+    "forsequenceclassification": "LLM(model, runner='pooling') classifies and scores with it",
+    "rewardmodel": "the code that came with the reward model scores",
+    "fortokenclassification": "LLM(model, runner='pooling').encode labels tokens with it",
+    "forquestionanswering": "transformers' AutoModelForQuestionAnswering answers from a text",
+    "bidirectional": "sentence-transformers embeds texts",
+}
+_OTHER_USE = "transformers' AutoModel gives hidden states, and sentence-transformers embeds texts"
+
+
+def _advice_on_head(architecture: str, supported: str) -> str:
+    """For an architecture built on a family's layers that is not its language model, `supported`."""
+    name = architecture.lower()
+    instead = next((use for part, use in _USES.items() if part in name), _OTHER_USE)
+    return (
+        f": this use of the layers is not offered, the nearest supported architecture is {supported}; {instead}, "
+        f"and if the weights are a causal language model's, pass hf_overrides={{'architectures': ['{supported}']}}"
+    )

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    GatedMLPConfig,
-    LayerConfig,
-    Norms,
-    ParallelNorms,
-    PreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_layer_norm,
-)
+from llm.models import decoder as d
 
 
-class StableLmForCausalLM(DecoderForCausalLM):
+class StableLmForCausalLM(d.DecoderForCausalLM):
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.expect("qk_layernorm", False)  # stablelm-2-12b alone: a norm for each head
-        rope, norm = reader.rope(default_share=0.25), read_layer_norm(reader)
+        rope, norm = reader.rope(default_share=0.25), d.read_layer_norm(reader)
         is_parallel = reader.boolean("use_parallel_residual", False)
-        norms: Norms = ParallelNorms(norm) if is_parallel else PreNorms(norm)
-        layer = LayerConfig(
-            attention=AttentionConfig(read_heads(reader), rope, qkv_bias=reader.boolean("use_qkv_bias", False)),
-            mlp=GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
+        norms: d.Norms = d.ParallelNorms(norm) if is_parallel else d.PreNorms(norm)
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(d.read_heads(reader), rope, qkv_bias=reader.boolean("use_qkv_bias", False)),
+            mlp=d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
             norms=norms,
         )
-        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope, 4096))
+        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 4096))

@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from llm.models.config_reader import ConfigReader
-from llm.models.decoder import (
-    AttentionConfig,
-    DecoderConfig,
-    DecoderForCausalLM,
-    LayerConfig,
-    PlainMLPConfig,
-    PreNorms,
-    longest_sequence,
-    read_decoder,
-    read_heads,
-    read_layer_norm,
-)
+from llm.models import decoder as d
 
 
-class Starcoder2ForCausalLM(DecoderForCausalLM):
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+class Starcoder2ForCausalLM(d.DecoderForCausalLM):
+    packed_modules_mapping = d.QKV_PACKED
+    renames = (
         ("model.layers.*.mlp.c_fc", "model.layers.*.mlp.up_proj"),
         ("model.layers.*.mlp.c_proj", "model.layers.*.mlp.down_proj"),
     )
 
     @classmethod
-    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         _expect_older_keys(reader)
-        rope, norm = reader.rope(), read_layer_norm(reader, "norm_epsilon")
+        rope, norm = reader.rope(), d.read_layer_norm(reader, "norm_epsilon")
         bias = reader.boolean("use_bias", True)
-        attention = AttentionConfig(
-            read_heads(reader, default_kv_heads=2),
+        attention = d.AttentionConfig(
+            d.read_heads(reader, default_kv_heads=2),
             rope,
             reader.optional_integer("sliding_window"),
             qkv_bias=bias,
             out_bias=bias,
         )
         activation = reader.string("hidden_act", "gelu_pytorch_tanh")
-        mlp = PlainMLPConfig(reader.positive("intermediate_size"), activation, bias)
-        layer = LayerConfig(attention=attention, mlp=mlp, norms=PreNorms(norm))
-        return read_decoder(reader, layer, norm, positions=longest_sequence(reader, rope, 4096), tied=True)
+        mlp = d.PlainMLPConfig(reader.positive("intermediate_size"), activation, bias)
+        layer = d.LayerConfig(attention=attention, mlp=mlp, norms=d.PreNorms(norm))
+        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 4096), tied=True)
 
 
-def _expect_older_keys(reader: ConfigReader) -> None:
+def _expect_older_keys(reader: d.ConfigReader) -> None:
     """What the published files carry and transformers does not read; softmax is float32 here anyway."""
     reader.expect("norm_type", "layer_norm")
     reader.expect("mlp_type", "default")

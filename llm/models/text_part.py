@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from llm.models.config_reader import ConfigReader
-from llm.models.decoder import DecoderConfig, DecoderForCausalLM
+from llm.models.decoder import DecoderConfig, DecoderForCausalLM, Renames
 
 
 class TextPart:
     """Before a family's class among the bases: the names of the weights, first releases and transformers 5 alike."""
 
-    renames: ClassVar[tuple[tuple[str, str], ...]] = (
+    renames: ClassVar[Renames] = (
         ("language_model.model", "model"),
         ("language_model.lm_head", "lm_head"),
         ("model.language_model", "model"),
@@ -35,7 +35,7 @@ class TextPart:
     )
 
 
-def in_text_part(renames: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+def in_text_part(renames: Renames) -> Renames:
     """A family's renames for the names that its weights have in a multimodal checkpoint."""
     outer = ("language_model.model", "model.language_model")
     return tuple(

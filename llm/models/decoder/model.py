@@ -21,7 +21,11 @@ from llm.models.decoder.layer import add_norm
 from llm.models.decoder.moe import down, gate_and_up, up
 from llm.models.decoder.multi_token import MultiTokenHead
 from llm.models.decoder.part import BuildContext
-from llm.models.interface import BuildOptions, Cut
+from llm.models.interface import BuildOptions, Cut, Renames
+
+# `packed_modules_mapping` where the feed-forward has no gate, and where the checkpoint has the matrices together.
+QKV_PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+NOTHING_PACKED: dict[str, list[str]] = {}
 
 
 class DecoderStack(Patchable):
@@ -71,7 +75,7 @@ class DecoderForCausalLM(Patchable):
     """Implements `llm.models.interface.CausalLM`; a family overrides `read_config` and, if needed, the data below."""
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
-        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        **QKV_PACKED,
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     # As transformers 5 has them in memory.
@@ -80,7 +84,7 @@ class DecoderForCausalLM(Patchable):
         "experts.up_proj": up,
         "experts.down_proj": down,
     }
-    renames: ClassVar[tuple[tuple[str, str], ...]] = ()
+    renames: ClassVar[Renames] = ()
     # Older checkpoints store the rotary frequencies; we compute them from config.json.
     ignored_weights: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
 

@@ -1,4 +1,4 @@
-"""A feed-forward of experts: a router, the experts that tokens choose, and experts that every token has."""
+"""A feed-forward of experts, and what families with experts spell alike in config.json and in names of weights."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from llm.layers.linear import ReplicatedLinear
 from llm.layers.moe import FusedMoE, GateLinear
 from llm.layers.moe.fused_moe import RoutingFunction
 from llm.layers.moe.router import Routing
+from llm.models.config_reader import ConfigReader
 from llm.models.decoder.mlp import GatedMLPConfig, PlainMLPConfig
 from llm.models.decoder.part import BuildContext, PartConfig
 
@@ -191,3 +192,36 @@ def up(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 def down(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     yield "down_proj.weight", weight
+
+
+# Mixtral's names: w1 is the gate, w3 the value, w2 goes down.
+W1_W2_W3 = (
+    ("model.layers.*.block_sparse_moe.experts.*.w1", "model.layers.*.mlp.experts.*.gate_proj"),
+    ("model.layers.*.block_sparse_moe.experts.*.w2", "model.layers.*.mlp.experts.*.down_proj"),
+    ("model.layers.*.block_sparse_moe.experts.*.w3", "model.layers.*.mlp.experts.*.up_proj"),
+    ("model.layers.*.block_sparse_moe", "model.layers.*.mlp"),
+)
+
+
+def ignore_training(reader: ConfigReader) -> None:
+    """Keys of the router that matter when a model is trained."""
+    for key in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef"):
+        reader.expect(key, reader.raw.get(key))
+
+
+def sparse_layers(reader: ConfigReader) -> list[bool]:
+    """Which layers have experts: every `decoder_sparse_step`-th but those in `mlp_only_layers`."""
+    count = reader.positive("num_hidden_layers")
+    step = reader.positive("decoder_sparse_step", 1)
+    dense = set(reader.integers("mlp_only_layers") or ())
+    return [(index + 1) % step == 0 and index not in dense for index in range(count)]
+
+
+def layers_with_experts(reader: ConfigReader, first: int) -> list[bool]:
+    """Which layers have experts, from `mlp_layer_types`; without it, all but the `first` ones."""
+    count, kinds = reader.positive("num_hidden_layers"), reader.names("mlp_layer_types")
+    if kinds is None:
+        return [index >= first for index in range(count)]
+    if len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+        raise reader.error("mlp_layer_types", kinds, f"{count} of 'dense' or 'sparse'")
+    return [kind == "sparse" for kind in kinds]

@@ -1,0 +1,140 @@
+"""Hunyuan, dense: Llama with QK norm per head after the rotary embedding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llm.models import decoder as d
+from llm.models.llama import llama_decoder
+
+_UNUSED = (
+    "cla_share_factor class_num dense_list eod_token_id im_end_id im_newline_id im_start_id mask_init_id "
+    "num_media_embeds org_vocab_size pad_id pool_type text_end_id text_start_id"
+).split()
+
+
+class HunYuanDenseV1ForCausalLM(d.DecoderForCausalLM):
+    renames = (
+        ("model.layers.*.self_attn.query_layernorm", "model.layers.*.self_attn.q_norm"),
+        ("model.layers.*.self_attn.key_layernorm", "model.layers.*.self_attn.k_norm"),
+    )
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        expect_older_keys(reader)
+        reader.expect("num_experts", 1)
+        norm, heads, bias = d.read_rms_norm(reader, 1e-5), d.read_heads(reader), reader.boolean("attention_bias", False)
+        rope = read_rope(reader, heads.size)
+        return llama_decoder(
+            reader, heads, rope, norm, qkv_bias=bias, out_bias=bias, qk_norm=norm, qk_norm_after_rope=True
+        )
+
+
+def expect_older_keys(reader: d.ConfigReader) -> None:
+    """Of the published files, at the values that change nothing; the rest is about other models of the same code."""
+    for key in ("use_qk_norm", "use_rotary_pos_emb"):
+        reader.expect(key, True)
+    for key in ("use_cla", "position_embedding_xdrope", "add_classification_head", "mlp_bias"):
+        reader.expect(key, False)
+    reader.expect("norm_type", "rms")
+    reader.expect("attention_head_dim", reader.raw.get("head_dim"))
+    for key in _UNUSED:
+        reader.expect(key, reader.raw.get(key))
+
+
+def read_rope(reader: d.ConfigReader, size: int) -> d.RopeParameters:
+    """`alpha` beside rope_type "dynamic" stretches the base, whatever the length; the other keys are then unused."""
+    given = reader.raw.get("rope_parameters", reader.raw.get("rope_scaling", {}))
+    alpha = given.get("alpha") if isinstance(given, dict) else None
+    rope = reader.rope(others=("alpha",))
+    if not alpha or rope.rope_type != "dynamic":
+        return rope
+    if not isinstance(alpha, int | float) or not 0 < alpha <= 1e30:
+        raise reader.error("alpha", alpha, "a positive number")
+    return replace(rope, rope_type="default", theta=rope.theta * alpha ** (size / (size - 2)))
+
+
+_MLP = "model.layers.*.mlp"
+# Of training, and of routing that transformers' code has not.
+_UNUSED_OF_EXPERTS = ("capacity_factor", "moe_drop_tokens", "moe_random_routing_dropped_token", "routed_scaling_factor")
+
+
+class HunYuanMoEV1ForCausalLM(d.DecoderForCausalLM):
+    renames = (
+        *HunYuanDenseV1ForCausalLM.renames,
+        (f"{_MLP}.gate.wg", f"{_MLP}.gate"),
+        (f"{_MLP}.shared_mlp", f"{_MLP}.shared_experts"),
+    )
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        d.ignore_training(reader)
+        expect_older_keys(reader)
+        reader.expect("use_mixed_mlp_moe", True)
+        reader.expect("moe_layer_num_skipped", 0)
+        reader.expect("norm_topk_prob", True)
+        reader.expect("group_limited_greedy", False)
+        reader.ignore("n_group", "topk_group", *_UNUSED_OF_EXPERTS)
+        norm, heads, inner = d.read_rms_norm(reader, 1e-5), d.read_heads(reader), reader.positive("intermediate_size")
+        bias, rope = reader.boolean("attention_bias", False), read_rope(reader, heads.size)
+        _one_for_all(reader, "moe_intermediate_size", inner)
+        mlp = d.MoEConfig(
+            _one_for_all(reader, "num_experts", 1),
+            _one_for_all(reader, "moe_topk", 1),
+            inner,
+            reader.string("hidden_act", "silu"),
+            shared_size=inner * _one_for_all(reader, "num_shared_expert", 1),
+        )
+        attention = d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, qk_norm=norm, qk_norm_after_rope=True)
+        layer = d.LayerConfig(attention=attention, mlp=mlp, norms=d.PreNorms(norm))
+        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope))
+
+
+def _one_for_all(reader: d.ConfigReader, key: str, default: int) -> int:
+    """A number, or a list with the same number for every layer."""
+    given = reader.raw.get(key)
+    if not isinstance(given, list):
+        return reader.positive(key, default)
+    values = set(reader.integers(key) or ())
+    if len(values) != 1 or min(values) < 1:
+        raise reader.error(key, given, "one positive integer, or the same for all layers")
+    return values.pop()
+
+
+_BIAS = "e_score_correction_bias"
+
+
+class HYV3ForCausalLM(d.DecoderForCausalLM):
+    renames = (
+        (f"{_MLP}.{_BIAS}", f"{_MLP}.gate.{_BIAS}"),
+        (f"{_MLP}.expert_bias", f"{_MLP}.gate.{_BIAS}"),
+        (f"{_MLP}.router.gate", f"{_MLP}.gate"),
+        (f"{_MLP}.shared_mlp", f"{_MLP}.shared_experts"),
+    )
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        d.ignore_training(reader)
+        reader.ignore("enable_moe_fp32_combine")  # everything is added in float32
+        rope, norm = reader.rope(11_158_840.0), d.read_rms_norm(reader, 1e-5)
+        heads = d.read_heads(reader, default_kv_heads=8, default_size=128)
+        bias, mlp_bias = reader.boolean("attention_bias", False), reader.boolean("mlp_bias", False)
+        activation, inner = reader.string("hidden_act", "silu"), reader.positive("moe_intermediate_size", 1536)
+        attention = d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, qk_norm=norm)
+        dense = d.GatedMLPConfig(reader.positive("intermediate_size"), activation, mlp_bias)
+        sparse = d.MoEConfig(
+            reader.positive("num_experts", 192),
+            reader.positive("num_experts_per_tok", 8),
+            inner,
+            activation,
+            scoring="sigmoid",
+            correction_bias=True,
+            routed_scaling_factor=reader.number("router_scaling_factor", 2.826),
+            shared_size=inner * reader.positive("num_shared_experts", 1),
+            shared_bias=mlp_bias,
+        )
+        layers = [
+            d.LayerConfig(attention=attention, mlp=sparse if is_sparse else dense, norms=d.PreNorms(norm))
+            for is_sparse in d.layers_with_experts(reader, 1)
+        ]
+        return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, rope, 131_072))

@@ -1,0 +1,50 @@
+"""InternLM 2 and 2.5: Llama with names of its own and one tensor of queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from llm.models import decoder as d
+from llm.models.llama import llama_decoder
+
+_LAYER = (
+    ("attention.wqkv", "self_attn.qkv_proj"),
+    ("attention.wo", "self_attn.o_proj"),
+    ("feed_forward.w1", "mlp.gate_proj"),
+    ("feed_forward.w3", "mlp.up_proj"),
+    ("feed_forward.w2", "mlp.down_proj"),
+    ("attention_norm", "input_layernorm"),
+    ("ffn_norm", "post_attention_layernorm"),
+)
+
+
+class InternLM2ForCausalLM(d.DecoderForCausalLM):
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    renames = (
+        *((f"model.layers.*.{theirs}", f"model.layers.*.{ours}") for theirs, ours in _LAYER),
+        ("model.tok_embeddings", "model.embed_tokens"),
+        ("output", "lm_head"),
+    )
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        reader.ignore("attn_implementation")
+        rope, norm, bias = reader.rope(), d.read_rms_norm(reader), reader.boolean("bias", True)
+        layer = d.LayerConfig(
+            attention=d.AttentionConfig(d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias, qkv_by_key_head=True),
+            mlp=d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
+            norms=d.PreNorms(norm),
+        )
+        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope))
+
+
+class InternLM3ForCausalLM(d.DecoderForCausalLM):
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        # The published files say qkv_bias and bias; one without the other is refused by transformers too.
+        bias = reader.boolean("attention_bias", reader.boolean("qkv_bias", False))
+        reader.expect("mlp_bias", bias)
+        reader.expect("bias", bias)
+        heads = d.read_heads(reader, default_kv_heads=2, default_size=128)
+        biases = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bias}
+        return llama_decoder(reader, heads, reader.rope(), d.read_rms_norm(reader, 1e-5), positions=32768, **biases)
