@@ -1,4 +1,5 @@
-"""Normalisations as CustomOps, under vLLM's names. All compute in float32 and return the input's type.
+"""Normalisations as CustomOps, under vLLM's names. All compute in float32 and return the input's type, rounded once but
+in `RMSNorm`.
 
 `RMSNorm`, `GemmaRMSNorm`, `LayerNorm` and `LayerNorm1P` are called with x, or with x and a residual: then they return
 (norm(x + residual), x + residual).
@@ -25,6 +26,8 @@ def filled(size: int, value: float, dtype: torch.dtype | None) -> nn.Parameter:
 @CustomOp.register("rms_norm")
 class RMSNorm(KernelOp):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (arXiv:1910.07467).
+
+    Inputs of 16 bits are rounded to their type before they are multiplied by the weight, and after it.
 
     Args:
         hidden_size: channels, the last dimension of x.
@@ -59,9 +62,15 @@ class RMSNorm(KernelOp):
         self.weight = filled(hidden_size, 1.0, dtype) if has_weight else None
 
     def compute(self, ops: Operations, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
+        weight = self.weight if x.dtype is torch.float32 else None
         if residual is None:
-            return ops.rms_norm(x, self.weight, self.variance_epsilon, self.variance_size_override)
-        return ops.add_rms_norm(x, residual, self.weight, self.variance_epsilon, self.variance_size_override)
+            normed = ops.rms_norm(x, weight, self.variance_epsilon, self.variance_size_override)
+            return normed if weight is not None else self._times_weight(normed)
+        normed, total = ops.add_rms_norm(x, residual, weight, self.variance_epsilon, self.variance_size_override)
+        return (normed if weight is not None else self._times_weight(normed)), total
+
+    def _times_weight(self, normed: torch.Tensor) -> torch.Tensor:
+        return normed if self.weight is None else (normed.float() * self.weight.float()).to(normed.dtype)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, eps={self.variance_epsilon}"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from llm.base.custom_op import PluggableLayer
+from llm.base.custom_op import CustomOp
 from llm.forward import ForwardBatch
 from llm.kernels.select import backend_of_construction
 from llm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from llm.layers.mamba.conv import CausalConv1d
+from llm.layers.mamba.parameters import MambaBase
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import QuantizationConfig
 
 
-@PluggableLayer.register("short_conv")
-class ShortConv(PluggableLayer):
+@CustomOp.register("short_conv")
+class ShortConv(MambaBase, CustomOp):
     """b, c, x = in_proj(hidden); out_proj(c * conv(b * x)): float32 [N, dim] -> float32 [N, dim].
 
     Args:
@@ -23,6 +24,8 @@ class ShortConv(PluggableLayer):
         bias: of the convolution and of both projections.
         layer_index: position of this layer's state among the model's.
     """
+
+    is_layer = True
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class ShortConv(PluggableLayer):
         # PyTorch would share it among its own threads.
         self._multiply = backend_of_construction().op("multiply")
 
-    def forward(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def forward_native(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         (window,), metadata = batch.states[self.layer_index], batch.metadata[self.layer_index]
         before, after, x = self.in_proj(hidden).tensor_split(3, dim=-1)
         return self.out_proj(self._multiply(after, self.conv(self._multiply(before, x), window, metadata)))

@@ -6,12 +6,13 @@ Owns `FusedMoE`. Its children are `expert.py`'s, who goes where is `router.py`'s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from llm.base.checks import refuse
-from llm.base.custom_op import PluggableLayer
+from llm.base.custom_op import CustomOp
 from llm.base.replacement import replaced_class
 from llm.base.watch import Watch
 from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
@@ -33,8 +34,8 @@ RoutingFunction = Callable[[torch.Tensor, torch.Tensor, int, bool], tuple[torch.
 _STACKED = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj": ("w2", "w2")}
 
 
-@PluggableLayer.register("fused_moe")
-class FusedMoE(PluggableLayer):
+@CustomOp.register("fused_moe")
+class FusedMoE(CustomOp):
     """The sum over each token's experts of weight * down(act(gate(x)) * up(x)), x float [N, H].
 
     Its experts are its children "0", "1", ... with a `gate_up_proj` and a `down_proj` each. One call of the operation
@@ -62,6 +63,8 @@ class FusedMoE(PluggableLayer):
         use_grouped_topk, num_expert_group, topk_group: see `GroupedTopk`.
 
     Attributes:
+        w13_weight, w2_weight: float32 [E, 2I, H], gates first, and [E, H, I]: copies of the experts' weights, in the
+            order of the router's ids; or the parameters that a method registers under these names.
         adapter_rows: of the step, while a loaded adapter changes an expert.
 
     Raises:
@@ -69,6 +72,7 @@ class FusedMoE(PluggableLayer):
     """
 
     quant_kind = "moe"
+    is_layer = True
 
     def __init__(
         self,
@@ -166,6 +170,14 @@ class FusedMoE(PluggableLayer):
             )
             self.add_module(str(index), expert)
 
+    def __getattr__(self, name: str) -> Any:
+        # No properties: methods with stacked weights register parameters of these names.
+        if name in ("w13_weight", "w2_weight") and (experts := self.__dict__.get("_experts")):
+            layer = "down_proj" if name == "w2_weight" else FIRST_LAYER[self.activation not in UNGATED]
+            parts = [getattr(expert, layer) for expert in experts]
+            return torch.stack([part.quant_method.dequantize_weight(part) for part in parts])
+        return super().__getattr__(name)
+
     @property
     def experts(self) -> Sequence[Expert]:
         """By the ids that the router gives; none where the method has weights of its own."""
@@ -195,7 +207,7 @@ class FusedMoE(PluggableLayer):
         self._placed = tuple(self._experts[places.index(place)] for place in range(len(places)))
         self._map = [torch.tensor(places, device=self._backend.device).unsqueeze(1)]
 
-    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+    def forward_native(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         return self.combine(hidden_states, *self.select(hidden_states, router_logits))
 
     def combine(self, hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from llm.base.custom_op import PluggableLayer
-from llm.errors import UnsupportedModelError
+from llm.base.custom_op import CustomOp
+from llm.base.errors import UnsupportedModelError
 from llm.kernels.reference.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
 from llm.layers.moe.fused_moe import FusedMoE
 from llm.layers.moe.router import Routing
@@ -39,13 +39,13 @@ class StackedExperts(Protocol):
     def _apply_gate(self, gate_up_out: torch.Tensor) -> torch.Tensor: ...
 
 
-@PluggableLayer.register("transformers_fused_moe")
+@CustomOp.register("transformers_fused_moe")
 class TransformersFusedMoE(FusedMoE):
     """`FusedMoE` without a router: who goes where is an argument. See `of` and `load_experts`."""
 
     vllm_name = "TransformersMoERunner"
 
-    def forward(  # type: ignore[override]
+    def forward_native(  # type: ignore[override]
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """float [..., H], ids and weights [N, K] with N tokens -> the type and shape of `hidden_states`."""

@@ -96,9 +96,12 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
 
     Attributes:
         binding: what was bound and why; `llm.explain()` shows it.
+        is_layer: it computes by calling other operations, with one `forward_native` for every platform: turned off, it
+            computes the same, and nothing is compiled. What it calls has switches of its own.
     """
 
     _is_base = True
+    is_layer: ClassVar[bool] = False
     binding: Binding
 
     def __init__(self, *, enforce_enable: bool = False, compile_native: bool = True) -> None:
@@ -162,10 +165,15 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
         config = construction().compilation
         replaced = replaced_class(type(self))
         prefix = f"{replacement_reason(type(self))}; " if replaced else ""
+        if replaced is not None and type(self).forward is not replaced.forward:  # type: ignore[attr-defined]
+            # Called as it stands; what is bound is there for `super().forward`.
+            binding = Binding("forward", f"{prefix}a forward of its own, which custom_ops does not turn off")
+            return binding, self._bound(self._choose_kernel(None).method)
         own = None if replaced is None else self._own_methods(replaced)
         is_on, item = config.judge(self.name)
         if not is_on and not self._enforce_enable:
-            return self._native(f"{prefix}disabled by {item}", compiled=compile_native and config.compiles)
+            compiled = compile_native and config.compiles and not self.is_layer
+            return self._native(f"{prefix}disabled by {item}", compiled=compiled)
         if self._enforce_enable and not is_on:
             prefix += "enforced; "
         binding = self._choose_kernel(own)
@@ -183,6 +191,8 @@ class CustomOp(Replaceable, metaclass=_BoundOnceMade):
             method = next(method for method in (*wanted, "forward_native") if method in own)
             declined = None if method == "forward_native" else self.declines(method)
             return Binding("forward_native", f"{declined}, native") if declined else _kernel(method)
+        if self.is_layer:
+            return Binding("forward_native", "a layer of other operations")
         reasons: list[str] = []
         for method in wanted:
             missing = self._missing(method) or self.declines(method)

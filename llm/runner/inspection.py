@@ -382,13 +382,14 @@ def what_varies(model: nn.Module) -> str | None:
             return replacement_reason(type(module))
         if isinstance(module, CustomOp) and type(module).dispatch_forward is not CustomOp.dispatch_forward:
             return f"{type(module).__name__} chooses its method itself"
-        if isinstance(module, CustomOp) and module.binding.is_off:
+        is_operation = isinstance(module, CustomOp) and not module.is_layer
+        if is_operation and module.binding.is_off:
             return f"{module.name} is {module.binding.reason}: PyTorch's own operations compute it"
         if isinstance(module, FusedMoE) and not isinstance(module.custom_routing_function, CustomOp | None):
             return "a custom_routing_function chooses experts"
         if isinstance(module, Attention) and type(module.backend) is not PagedAttention:
             return f"attention is {type(module.backend).__name__}'s"
-        if isinstance(module, CustomOp) and module.binding.method == "forward_native":
+        if is_operation and module.binding.method == "forward_native":
             return f"{module.name} has no kernel ({module.binding.reason}): PyTorch's own operations compute it"
         method: Any = getattr(module, "quant_method", None)
         if method is not None and not method.invariant:

@@ -162,7 +162,7 @@ def _operations(
             yield module.backend, "write", "KV cache", None
         elif isinstance(module, LatentAttention):
             yield module, "forward", "attention", _attention_work(module, kv_cache_dtype, recorder)
-        elif isinstance(module, CustomOp):
+        elif isinstance(module, CustomOp) and not module.is_layer:
             yield module, "forward", module.name, None
         elif getattr(module, "quant_kind", "") == "embedding":
             yield module, "forward", "embedding", None

@@ -13,11 +13,13 @@ from tiny_models import one_thread
 
 from llm.base import replacement
 from llm.base.construction import constructing_for
-from llm.errors import ValidationError
+from llm.base.custom_op import Binding, CustomOp
+from llm.base.errors import ValidationError
+from llm.config.compilation import CompilationConfig
+from llm.engine.extensions import what_varies
 from llm.layers.moe import FusedMoE, GateLinear, TopKRouter
 from llm.loading.loader import process_weights
 from llm.platforms.cpu import CpuPlatform
-from llm.runner.inspection import what_varies
 
 E, K, H, INNER = 6, 3, 40, 24
 TOLERANCE = 0.0 if has_kernels() else 1e-5
@@ -29,8 +31,8 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def layer(top_k: int = K, dtype: torch.dtype = torch.float32, **more: Any) -> FusedMoE:
-    with constructing_for(CpuPlatform()):
+def layer(top_k: int = K, dtype: torch.dtype = torch.float32, ops: tuple[str, ...] = (), **more: Any) -> FusedMoE:
+    with constructing_for(CpuPlatform(), CompilationConfig(custom_ops=ops)):
         made = FusedMoE(E, top_k, H, INNER, dtype, **more)
     for index, (name, parameter) in enumerate(made.named_parameters()):
         assert name.split(".")[0] in map(str, range(E))
@@ -120,6 +122,45 @@ def test_a_hooked_expert_is_called_by_itself() -> None:
     assert seen == [int((made.router(logits)[1] == 2).sum())]
     hook.remove()
     assert same(made(x, logits), y) and len(seen) == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"activation": "relu2_no_mul"}, {"dtype": torch.bfloat16}])
+def test_stacked_weights_as_vllm_names_them(more: dict[str, Any]) -> None:
+    made = layer(**more)
+    first = "up_proj" if "activation" in more else "gate_up_proj"
+    assert made.w13_weight.shape == (E, INNER if "activation" in more else 2 * INNER, H)
+    assert made.w2_weight.shape == (E, H, INNER)
+    made.place_experts([5, 4, 3, 2, 1, 0])
+    x = normal(20, 1, H)
+    for index in range(E):
+        given = getattr(made.experts[index], first)
+        torch.testing.assert_close(x @ made.w13_weight[index].t(), given(x), rtol=1e-4, atol=1e-5)
+    assert not any(name.startswith("w13") for name, _ in made.named_parameters())
+    with pytest.raises(AttributeError, match="no attribute 'w14_weight'"):
+        made.w14_weight  # noqa: B018
+
+
+def test_turned_off_the_layer_computes_the_same() -> None:
+    """It is made of other operations: `unquantized_fused_moe` is the one that computes."""
+    x, logits = normal(10, 12, H), normal(11, 12, E)
+    on, off = layer(), layer(ops=("-fused_moe",))
+    assert off.binding == Binding("forward_native", "disabled by -fused_moe", is_off=True)
+    assert on.binding == Binding("forward_native", "a layer of other operations")
+    assert torch.equal(on(x, logits), off(x, logits))
+    assert what_varies(on) == what_varies(off)
+    assert "unquantized_fused_moe is disabled" in str(what_varies(layer(ops=("-unquantized_fused_moe",))))
+    with constructing_for(CpuPlatform(), CompilationConfig.of({"mode": 3, "custom_ops": ["none"]})):
+        assert not FusedMoE(E, K, H, INNER).binding.compiled
+
+
+@pytest.mark.parametrize("method", ["forward", "forward_oot", "forward_cpu"])
+def test_a_plugin_replaces_the_layer_by_any_forward(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(replacement, "op_registry_oot", {})
+    theirs = type("Theirs", (FusedMoE,), {method: lambda self, x, logits: -x})
+    CustomOp.register_oot(theirs, name="FusedMoE")
+    made, x = layer(), normal(10, 2, H)
+    assert torch.equal(made(x, normal(11, 2, E)), -x) and made.binding.method == method
+    assert "replaced from" in str(what_varies(made))
 
 
 def test_weights_on_the_input() -> None:

@@ -19,6 +19,8 @@ import torch
 from op_cases import CASES, Case
 from tiny_models import one_thread
 from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import llm.layers
 from llm.base.construction import constructing_for
@@ -51,8 +53,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def targets(op: type) -> list[str]:
-    """The methods to walk: the dispatch targets that the class has, or a PluggableLayer's only forward."""
-    if not issubclass(op, CustomOp):
+    """The methods to walk: the dispatch targets that the class has, or a layer's only forward."""
+    if not issubclass(op, CustomOp) or op.is_layer:
         return ["forward"]
     return [target for target in TARGETS if hasattr(op, target)]
 
@@ -87,22 +89,22 @@ def widened(value: Any) -> Any:
     return value.double() if is_float else value
 
 
-def check(actual: Any, expected: Any, dtype: torch.dtype, tolerance: float) -> None:
-    """`actual` is `expected` computed in float32 and rounded once to `dtype`."""
+def check(actual: Any, expected: Any, dtype: torch.dtype, tolerance: float, roundings: int = 1) -> None:
+    """`actual` is `expected` computed in float32 and rounded to `dtype`."""
     if callable(expected):
         expected(actual)
         return
     if isinstance(expected, tuple):
         assert isinstance(actual, tuple) and len(actual) == len(expected)
         for part, part_expected in zip(actual, expected, strict=True):
-            check(part, part_expected, dtype, tolerance)
+            check(part, part_expected, dtype, tolerance, roundings)
         return
     assert actual.dtype == dtype and actual.shape == expected.shape
     if not expected.numel():
         return
     info = torch.finfo(dtype)
     arithmetic = tolerance * max(1.0, expected.abs().max().item())
-    rounding = 0.0 if dtype == torch.float32 else 0.501 * info.eps
+    rounding = 0.0 if dtype == torch.float32 else 0.501 * info.eps * roundings
     bound = arithmetic + rounding * (expected.abs() + info.smallest_normal)
     error = (actual.double() - expected).abs()
     assert (error <= bound).all(), f"error {error.max():.3g}, {(error / bound).max():.3g} of what is allowed"
@@ -130,7 +132,25 @@ def run(case: Case, target: str, dtype: torch.dtype, rows: int) -> tuple[Any, An
 @pytest.mark.parametrize(("case", "target"), WALK)
 def test_op_is_its_definition(case: Case, target: str, dtype: torch.dtype) -> None:
     for rows in ROWS:
-        check(*run(case, target, dtype, rows), case.returns or dtype, case.tolerance)
+        check(*run(case, target, dtype, rows), case.returns or dtype, case.tolerance, case.roundings)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(norm.RMSNorm, LlamaRMSNorm), (norm.GemmaRMSNorm, Gemma2RMSNorm)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norms_round_where_the_published_formulas_do(ours: Any, theirs: Any, dtype: torch.dtype) -> None:
+    """vLLM's page: the two differ in `(x * w).to(orig_dtype)` instead of `x.to(orig_dtype) * w`."""
+    x, residual = (torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2))
+    expected, op = theirs(96, 1e-5).to(dtype), ours(96, 1e-5, dtype=dtype)
+    for module in (expected, op):
+        module.weight.data.copy_(torch.linspace(-2, 2, 96))
+    if dtype == torch.float32:
+        torch.testing.assert_close(op(x), expected(x))
+        return
+    assert torch.equal(op(x), expected(x))
+    normed, total = op(x, residual)
+    assert torch.equal(total, (x.float() + residual.float()).to(dtype))
+    if ours is norm.RMSNorm:
+        assert torch.equal(normed, norm.RMSNorm(96, 1e-5, has_weight=False)(x, residual)[0] * op.weight)
 
 
 def test_every_op_has_an_entry() -> None:

@@ -22,6 +22,7 @@ class Case:
         reference: (operation, *arguments in float64) -> what it must return, in float64.
         tolerance: of the float32 arithmetic, relative to the largest element of the result.
         returns: the type of the result; None: that of the parameters, which the inputs have too.
+        roundings: how often the result is rounded to its type.
         judge: checks what came out, in place of a comparison; (operation, result, inputs, dtype).
     """
 
@@ -30,6 +31,7 @@ class Case:
     reference: Callable[..., Any]
     tolerance: float = 2e-6
     returns: torch.dtype | None = None
+    roundings: int = 1
     judge: Callable[..., None] | None = None
 
 

@@ -62,9 +62,11 @@ def mixer2_reference(op: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tens
     return gated if op.weight is None else gated_rms(gated, op.weight, op.variance_epsilon, op.n_groups)
 
 
-def with_and_without_residual(build: Callable[[torch.dtype], nn.Module], reference: Callable[..., Any]) -> list[Case]:
+def with_and_without_residual(
+    build: Callable[[torch.dtype], nn.Module], reference: Callable[..., Any], roundings: int = 1
+) -> list[Case]:
     one, two = tensors(NORM_WIDTH, scale=3.0), tensors(NORM_WIDTH, NORM_WIDTH, scale=3.0)
-    return [Case(build, one, reference), Case(build, two, reference)]
+    return [Case(build, inputs, reference, roundings=roundings) for inputs in (one, two)]
 
 
 def gated_norm(reference: Callable[..., Any], build: Callable[[torch.dtype], nn.Module], inputs: int = 2) -> Case:
@@ -73,9 +75,9 @@ def gated_norm(reference: Callable[..., Any], build: Callable[[torch.dtype], nn.
 
 NORMS: dict[str, list[Case]] = {
     "rms_norm": [
-        *with_and_without_residual(lambda dtype: norm.RMSNorm(NORM_WIDTH, 1e-5, dtype=dtype), rms_reference),
+        *with_and_without_residual(lambda dtype: norm.RMSNorm(NORM_WIDTH, 1e-5, dtype=dtype), rms_reference, 2),
         *with_and_without_residual(
-            lambda dtype: norm.RMSNorm(NORM_WIDTH, var_hidden_size=20, dtype=dtype), rms_reference
+            lambda dtype: norm.RMSNorm(NORM_WIDTH, var_hidden_size=20, dtype=dtype), rms_reference, 2
         ),
         *with_and_without_residual(lambda dtype: norm.RMSNorm(NORM_WIDTH, has_weight=False), rms_reference),
     ],
