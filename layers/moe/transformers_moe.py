@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from llm.base.custom_op import CustomOp
-from llm.base.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError
 from llm.kernels.reference.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
 from llm.layers.moe.fused_moe import FusedMoE
 from llm.layers.moe.router import Routing

@@ -14,12 +14,12 @@ from tiny_models import one_thread
 from llm.base import replacement
 from llm.base.construction import constructing_for
 from llm.base.custom_op import Binding, CustomOp
-from llm.base.errors import ValidationError
 from llm.config.compilation import CompilationConfig
-from llm.engine.extensions import what_varies
+from llm.errors import ValidationError
 from llm.layers.moe import FusedMoE, GateLinear, TopKRouter
 from llm.loading.loader import process_weights
 from llm.platforms.cpu import CpuPlatform
+from llm.runner.inspection import what_varies
 
 E, K, H, INNER = 6, 3, 40, 24
 TOLERANCE = 0.0 if has_kernels() else 1e-5
