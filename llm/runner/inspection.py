@@ -382,15 +382,15 @@ def what_varies(model: nn.Module) -> str | None:
             return replacement_reason(type(module))
         if isinstance(module, CustomOp) and type(module).dispatch_forward is not CustomOp.dispatch_forward:
             return f"{type(module).__name__} chooses its method itself"
-        is_operation = isinstance(module, CustomOp) and not module.is_layer
-        if is_operation and module.binding.is_off:
-            return f"{module.name} is {module.binding.reason}: PyTorch's own operations compute it"
+        op = module if isinstance(module, CustomOp) and not module.is_layer else None
+        if op is not None and op.binding.is_off:
+            return f"{op.name} is {op.binding.reason}: PyTorch's own operations compute it"
         if isinstance(module, FusedMoE) and not isinstance(module.custom_routing_function, CustomOp | None):
             return "a custom_routing_function chooses experts"
         if isinstance(module, Attention) and type(module.backend) is not PagedAttention:
             return f"attention is {type(module.backend).__name__}'s"
-        if is_operation and module.binding.method == "forward_native":
-            return f"{module.name} has no kernel ({module.binding.reason}): PyTorch's own operations compute it"
+        if op is not None and op.binding.method == "forward_native":
+            return f"{op.name} has no kernel ({op.binding.reason}): PyTorch's own operations compute it"
         method: Any = getattr(module, "quant_method", None)
         if method is not None and not method.invariant:
             return f"{method.scheme or type(method).__name__} has no invariant kernel"
