@@ -47,22 +47,22 @@ if TYPE_CHECKING:
     from llm.outputs import BeamSearchOutput as BeamSearchOutput
     from llm.outputs import BeamSearchSequence as BeamSearchSequence
     from llm.outputs import ChoiceOutput as ChoiceOutput
+    from llm.outputs import ClassificationOutput as ClassificationOutput
+    from llm.outputs import ClassificationRequestOutput as ClassificationRequestOutput
     from llm.outputs import CompletionOutput as CompletionOutput
+    from llm.outputs import EmbeddingOutput as EmbeddingOutput
+    from llm.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
     from llm.outputs import LoglikelihoodOutput as LoglikelihoodOutput
     from llm.outputs import Logprob as Logprob
     from llm.outputs import PerplexityOutput as PerplexityOutput
+    from llm.outputs import PoolingOutput as PoolingOutput
+    from llm.outputs import PoolingRequestOutput as PoolingRequestOutput
+    from llm.outputs import PoolingRequestOutputs as PoolingRequestOutputs
     from llm.outputs import RequestOutput as RequestOutput
     from llm.outputs import RequestOutputs as RequestOutputs
+    from llm.outputs import ScoringOutput as ScoringOutput
+    from llm.outputs import ScoringRequestOutput as ScoringRequestOutput
     from llm.outputs import StructuredOutcome as StructuredOutcome
-    from llm.outputs_pooling import ClassificationOutput as ClassificationOutput
-    from llm.outputs_pooling import ClassificationRequestOutput as ClassificationRequestOutput
-    from llm.outputs_pooling import EmbeddingOutput as EmbeddingOutput
-    from llm.outputs_pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
-    from llm.outputs_pooling import PoolingOutput as PoolingOutput
-    from llm.outputs_pooling import PoolingRequestOutput as PoolingRequestOutput
-    from llm.outputs_pooling import PoolingRequestOutputs as PoolingRequestOutputs
-    from llm.outputs_pooling import ScoringOutput as ScoringOutput
-    from llm.outputs_pooling import ScoringRequestOutput as ScoringRequestOutput
     from llm.pooling_params import PoolerConfig as PoolerConfig
     from llm.pooling_params import PoolingParams as PoolingParams
     from llm.replies.calls import ToolCall as ToolCall
@@ -101,15 +101,15 @@ _PUBLIC = {
     "AsyncEngineArgs": "llm.config.command_line",
     "PoolingParams": "llm.pooling_params",
     "PoolerConfig": "llm.pooling_params",
-    "ClassificationOutput": "llm.outputs_pooling",
-    "ClassificationRequestOutput": "llm.outputs_pooling",
-    "EmbeddingOutput": "llm.outputs_pooling",
-    "EmbeddingRequestOutput": "llm.outputs_pooling",
-    "PoolingOutput": "llm.outputs_pooling",
-    "PoolingRequestOutput": "llm.outputs_pooling",
-    "PoolingRequestOutputs": "llm.outputs_pooling",
-    "ScoringOutput": "llm.outputs_pooling",
-    "ScoringRequestOutput": "llm.outputs_pooling",
+    "ClassificationOutput": "llm.outputs",
+    "ClassificationRequestOutput": "llm.outputs",
+    "EmbeddingOutput": "llm.outputs",
+    "EmbeddingRequestOutput": "llm.outputs",
+    "PoolingOutput": "llm.outputs",
+    "PoolingRequestOutput": "llm.outputs",
+    "PoolingRequestOutputs": "llm.outputs",
+    "ScoringOutput": "llm.outputs",
+    "ScoringRequestOutput": "llm.outputs",
     "LLMError": "llm.errors",
     "ValidationError": "llm.errors",
     "PromptTooLongError": "llm.errors",

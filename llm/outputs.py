@@ -1,32 +1,29 @@
-"""The outputs of `LLM.generate`: plain data that never references the engine.
+"""What the methods of `LLM` return: plain data, under vLLM's names, that never references the engine.
 
-Owns the output types, under vLLM's names. Keeping one (in a notebook's `Out[3]`, say) or pickling it keeps no model
-alive.
+Keeping an output (in a notebook's `Out[3]`, say) or pickling it keeps no model alive. `llm.output_formats` makes JSON,
+tables and HTML of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, NoReturn, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar, overload
+
+import numpy as np
 
 from llm.base.missing import missing_names
+from llm.base.optional import optional_package
 from llm.base.types import JsonObject
 from llm.inputs import LoRARequest
-from llm.outputs_html import TokenView, outputs_table, token_view
-from llm.outputs_json import output_as_json
-from llm.outputs_pooling import ClassificationOutput as ClassificationOutput
-from llm.outputs_pooling import ClassificationRequestOutput as ClassificationRequestOutput
-from llm.outputs_pooling import EmbeddingOutput as EmbeddingOutput
-from llm.outputs_pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
-from llm.outputs_pooling import PoolingOutput as PoolingOutput
-from llm.outputs_pooling import PoolingRequestOutput as PoolingRequestOutput
-from llm.outputs_pooling import PoolingRequestOutputs as PoolingRequestOutputs
-from llm.outputs_pooling import ScoringOutput as ScoringOutput
-from llm.outputs_pooling import ScoringRequestOutput as ScoringRequestOutput
-from llm.outputs_table import Exports
 from llm.replies.calls import ToolCall
 from llm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
+    import torch
 
 
 @dataclass
@@ -298,6 +295,53 @@ _MOST_SHOWN = 20
 _OF_COMPLETIONS = frozenset(item.name for item in fields(CompletionOutput)) - {"error", "structured", "parsed"}
 
 
+@dataclass(frozen=True)
+class TokenView:
+    """The tokens of an output: HTML in a notebook, a table of text elsewhere."""
+
+    html: str
+    text: str
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+
+class Exports:
+    """The tables of an output, or of a list of them. `llm.output_formats` makes them, and is imported when asked."""
+
+    def _listed(self) -> Sequence[RequestOutput]:
+        raise NotImplementedError
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A row per completion; the columns are those of `llm.output_formats.COLUMNS`."""
+        from llm.output_formats import to_pandas
+
+        return to_pandas(self._listed())
+
+    def to_arrow(self) -> pyarrow.Table:
+        """As `to_pandas`, an Arrow table."""
+        from llm.output_formats import to_arrow
+
+        return to_arrow(self._listed())
+
+    def to_parquet(self, path: str | Path) -> Path:
+        """Write `to_arrow()` to a file; returns its path."""
+        from llm.output_formats import write_parquet
+
+        return write_parquet(self._listed(), path)
+
+    def to_jsonl(self, path: str | Path) -> Path:
+        """Write everything about each prompt as a line of JSON, logprobs included; returns the file's path."""
+        from llm.output_formats import write_jsonl
+
+        return write_jsonl(self._listed(), path)
+
+
 @dataclass
 class RequestOutput(Exports):
     """Everything about one prompt. `to_dict()` is plain data; `to_pandas()` and the others make tables.
@@ -336,14 +380,20 @@ class RequestOutput(Exports):
 
     def to_dict(self) -> JsonObject:
         """Plain data that `json.dumps` takes, logprobs included."""
+        from llm.output_formats import output_as_json
+
         return output_as_json(self)
 
     def show(self) -> TokenView:
         """Its tokens, tinted by their probability if logprobs were asked for, with the alternatives on hover; in a
         notebook HTML, else text."""
+        from llm.output_formats import token_view
+
         return token_view(self)
 
     def _repr_html_(self) -> str:
+        from llm.output_formats import token_view
+
         return token_view(self).html
 
     def _listed(self) -> Sequence[RequestOutput]:
@@ -379,6 +429,8 @@ class RequestOutputs(list[RequestOutput], Exports):
         return f"[{first}, ... {len(self) - _MOST_SHOWN:,} more]"
 
     def _repr_html_(self) -> str:
+        from llm.output_formats import outputs_table
+
         return outputs_table(self)
 
     def _listed(self) -> Sequence[RequestOutput]:
@@ -416,6 +468,195 @@ class BeamSearchOutput:
     """A prompt's sequences, the best score first."""
 
     sequences: list[BeamSearchSequence] = field(default_factory=list)
+
+
+@dataclass
+class PoolingOutput:
+    """What was made of one prompt's hidden states. `data`: float32 [size], or [tokens, size]."""
+
+    data: torch.Tensor
+
+
+@dataclass
+class EmbeddingOutput:
+    """One vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass
+class ClassificationOutput:
+    """The classes of one prompt.
+
+    Attributes:
+        probs: the probability of each class; logits with `use_activation=False`.
+        labels: the classes' names.
+    """
+
+    probs: list[float]
+    labels: list[str] = field(default_factory=list)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+    @property
+    def label(self) -> str | None:
+        """The name of the likeliest class, None if the model names none."""
+        best = max(range(len(self.probs)), key=self.probs.__getitem__)
+        return self.labels[best] if self.labels else None
+
+
+@dataclass
+class ScoringOutput:
+    """How well two texts fit each other."""
+
+    score: float
+
+
+@dataclass
+class RerankResult:
+    """A document of `LLM.rerank`; `index`: its place among the documents."""
+
+    index: int
+    document: str
+    relevance_score: float
+
+
+AnyOutput = PoolingOutput | EmbeddingOutput | ClassificationOutput | ScoringOutput
+D = TypeVar("D", bound=AnyOutput, covariant=True)
+
+
+@dataclass
+class PoolingRequestOutput(Generic[D]):
+    """The result of one prompt, or of one pair of texts.
+
+    Attributes:
+        request_id: unique within the engine.
+        outputs: what was computed.
+        prompt_token_ids: the ids that were computed, special tokens included.
+        num_cached_tokens: prompt tokens taken from the prefix cache.
+        finished: True.
+        index: its place among the prompts of the call.
+        num_dropped_tokens: how many tokens `truncate_prompt_tokens` cut.
+    """
+
+    request_id: str
+    outputs: D
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    index: int = 0
+    num_dropped_tokens: int = 0
+
+    def to_numpy(self) -> np.ndarray:
+        """float32: the vector, the probabilities, the tokens' vectors, or the score as an array without dimensions."""
+        return _array(self.outputs)
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """The vector of one prompt."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """The classes of one prompt."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """The score of one pair of texts."""
+
+
+R = TypeVar("R", bound="PoolingRequestOutput[AnyOutput]")
+
+
+class PoolingRequestOutputs(list[R]):
+    """The outputs of a call: a list, with `to_numpy()` and `to_pandas()`."""
+
+    def to_numpy(self) -> np.ndarray:
+        """float32 [prompts, size], or [prompts] of scores.
+
+        Raises:
+            ValueError: vectors of tokens, whose numbers differ; take each output's own `to_numpy()`.
+        """
+        arrays = [output.to_numpy() for output in self]
+        if len({array.shape for array in arrays}) > 1:
+            raise ValueError("the outputs have different shapes; take each output's own to_numpy().")
+        return np.stack(arrays) if arrays else np.zeros((0, 0), dtype=np.float32)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A row per prompt: `index`, `num_prompt_tokens`, and `embedding`, `score` or the classes by name."""
+        frames = optional_package("pandas", "pandas")
+        columns: dict[str, list[object]] = {
+            "index": [output.index for output in self],
+            "num_prompt_tokens": [len(output.prompt_token_ids) for output in self],
+        }
+        for output in self:
+            for name, value in _columns(output.outputs).items():
+                columns.setdefault(name, []).append(value)
+        return frames.DataFrame(columns)
+
+
+def _array(output: AnyOutput) -> np.ndarray:
+    if isinstance(output, PoolingOutput):
+        return output.data.numpy()
+    if isinstance(output, EmbeddingOutput):
+        return np.array(output.embedding, dtype=np.float32)
+    if isinstance(output, ClassificationOutput):
+        return np.array(output.probs, dtype=np.float32)
+    return np.array(output.score, dtype=np.float32)
+
+
+def _columns(output: AnyOutput) -> dict[str, object]:
+    if isinstance(output, EmbeddingOutput):
+        return {"embedding": np.array(output.embedding, dtype=np.float32)}
+    if isinstance(output, ScoringOutput):
+        return {"score": output.score}
+    if isinstance(output, ClassificationOutput):
+        names: Sequence[str] = output.labels or [f"LABEL_{index}" for index in range(len(output.probs))]
+        return {"label": output.label, **dict(zip(names, output.probs, strict=True))}
+    return {"data": output.data.numpy()}
+
+
+@dataclass
+class Metric:
+    """`labels` tell metrics of one name apart."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A count that only grows."""
+
+    value: int
+
+
+@dataclass
+class Vector(Metric):
+    """Counts in an order. No metric here is one; scripts import it."""
+
+    values: list[int]
+
+
+@dataclass
+class Gauge(Metric):
+    """What is so now."""
+
+    value: float
+
+
+@dataclass
+class Histogram(Metric):
+    """How many values there were, their sum, and how many were at most each bound; the last bound is "+Inf"."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
 
 
 if not TYPE_CHECKING:  # or mypy would take any name

@@ -25,8 +25,7 @@ from llm.base.types import JsonObject
 from llm.config.argument_check import CALLS
 from llm.errors import EngineClosedError
 from llm.inputs import LoRARequest
-from llm.outputs import RequestOutput
-from llm.outputs_pooling import PoolingOutput, PoolingRequestOutput
+from llm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams
 

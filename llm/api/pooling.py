@@ -25,7 +25,7 @@ from llm.engine.pooling_rows import BY_TOKEN, PoolingRows, Prefix
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.engine.rows import Row
 from llm.errors import GenerationInterrupted, ValidationError
-from llm.outputs_pooling import (
+from llm.outputs import (
     AnyOutput,
     ClassificationOutput,
     ClassificationRequestOutput,

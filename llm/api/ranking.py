@@ -19,7 +19,7 @@ from llm.engine.output import PromptState
 from llm.engine.pooling_rows import PoolingRows, pair_texts
 from llm.engine.rows import Row
 from llm.errors import ValidationError
-from llm.outputs_pooling import PoolingRequestOutputs, RerankResult, ScoringOutput, ScoringRequestOutput
+from llm.outputs import PoolingRequestOutputs, RerankResult, ScoringOutput, ScoringRequestOutput
 from llm.pooling_params import PoolingParams
 
 # As the model's card has it.

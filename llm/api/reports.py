@@ -17,7 +17,7 @@ from llm.engine.engine import Engine
 from llm.engine.stats import LLMStats
 from llm.explain import Explanation
 from llm.inputs import PromptType
-from llm.metrics import Metric
+from llm.outputs import Metric
 
 if TYPE_CHECKING:
     from llm.api.expert_load import ExpertLoad

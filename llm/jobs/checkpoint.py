@@ -15,11 +15,11 @@ from llm.base.checks import refuse
 from llm.engine.output import PromptState
 from llm.engine.rows import AnyRow, RefusedRow
 from llm.errors import JobError
+from llm.jobs.answers import Answer, Partials
 from llm.jobs.identity import row_key
-from llm.jobs.journal import Answer, Journal, Partials
+from llm.jobs.journal import Journal
+from llm.output_formats import output_as_json, output_from_json
 from llm.outputs import RequestOutput
-from llm.outputs_json import output_as_json
-from llm.outputs_read import output_from_json
 
 _PARTIALS_SECONDS = 10.0
 

@@ -27,7 +27,7 @@ from llm.jobs.journal import difference
 from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.resolve import resolve_folder
 from llm.loading.source import ModelSource
-from llm.outputs_json import params_as_json, plain
+from llm.output_formats import params_as_json, plain
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.loading import qualified_name
 from llm.sampling_params import SamplingParams

@@ -21,8 +21,8 @@ from llm.jobs.journal import Ended, Partials, SharedJournal
 from llm.jobs.requests import PlainRows, RowRequest
 from llm.jobs.rows import Maker, Replies
 from llm.jobs.tables import Read
+from llm.output_formats import plain
 from llm.outputs import RequestOutput
-from llm.outputs_json import plain
 
 _PARTIALS_SECONDS = 10.0
 

@@ -12,9 +12,8 @@ from embedded import GREEDY, open_llm, run, tokens
 
 from llm import LLM, SamplingParams
 from llm.errors import MissingPackageError
+from llm.output_formats import COLUMNS, output_from_json
 from llm.outputs import RequestOutputs
-from llm.outputs_read import output_from_json
-from llm.outputs_table import COLUMNS
 
 
 @pytest.fixture(scope="module")

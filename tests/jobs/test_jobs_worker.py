@@ -19,7 +19,7 @@ from llm.errors import JobError, OutOfMemoryError
 from llm.jobs.journal import SharedJournal, encode
 from llm.jobs.requests import JobAdapters
 from llm.jobs.worker import PieceRows, RowWorker, plain_row
-from llm.outputs_json import output_as_json
+from llm.output_formats import output_as_json
 from llm.ray import LLMProcessorConfig, LLMWorker, _planned
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -12,8 +12,7 @@ import pytest
 from embedded import open_llm, run
 
 from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
-from llm.outputs_json import output_as_json
-from llm.outputs_read import output_from_json
+from llm.output_formats import output_as_json, output_from_json
 
 SCHEMA = {
     "type": "object",
