@@ -17,7 +17,7 @@ from typing import TypedDict
 from llm.engine.block_manager import BlockManager
 from llm.engine.request import Request
 from llm.engine.scheduler import Scheduler
-from llm.metrics import Counter, Gauge, Histogram, Metric
+from llm.outputs import Counter, Gauge, Histogram, Metric
 
 GIB = 1 << 30
 
