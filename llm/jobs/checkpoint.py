@@ -15,9 +15,8 @@ from llm.base.checks import refuse
 from llm.engine.output import PromptState
 from llm.engine.rows import AnyRow, RefusedRow
 from llm.errors import JobError
-from llm.jobs.answers import Answer, Partials
 from llm.jobs.identity import row_key
-from llm.jobs.journal import Journal
+from llm.jobs.journal import Answer, Journal, Partials
 from llm.output_formats import output_as_json, output_from_json
 from llm.outputs import RequestOutput
 

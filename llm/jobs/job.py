@@ -52,8 +52,8 @@ from llm.jobs.requests import (
 from llm.jobs.rows import Maker, Replies, Rows, by_index, fault_of, row_error
 from llm.jobs.shard import Shard
 from llm.jobs.tables import Columns, Form, Read, read_file, read_rows, suffix_of, write_rows
+from llm.output_formats import params_as_json, plain
 from llm.outputs import RequestOutput
-from llm.outputs_json import params_as_json, plain
 from llm.pooling_params import PoolingParams
 from llm.runner.pooler import PoolingPlan
 from llm.sampling_params import SamplingParams

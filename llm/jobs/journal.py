@@ -40,9 +40,8 @@ from llm.base.text import clip, show
 from llm.base.types import JsonObject
 from llm.engine.rows import Row
 from llm.errors import JobError
+from llm.output_formats import check_form, check_output, output_as_json, output_from_json
 from llm.outputs import RequestOutput
-from llm.outputs_json import output_as_json
-from llm.outputs_read import check_form, check_output, output_from_json
 
 VERSION = 1
 _SYNC_SECONDS = 1.0
@@ -266,7 +265,7 @@ class Answer:
 
     Attributes:
         key: of the row; see `llm.jobs.identity.row_key`.
-        output: as `llm.outputs_json` writes it; None: the row has not ended.
+        output: as `llm.output_formats` writes it; None: the row has not ended.
         tokens: of each completion, so far.
         values: of `Ended`, in base64; None: there are none.
     """
