@@ -1,4 +1,7 @@
-"""Outputs as plain data for JSON and back, as tables (pandas, Arrow, Parquet, JSONL), and as HTML for notebooks."""
+"""Outputs as plain data for JSON, as tables (pandas, Arrow, Parquet, JSONL), and as HTML for notebooks.
+
+`llm.jobs.outputs_from_json` is the way back from JSON.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,19 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from llm import errors
 from llm.base.optional import optional_package
-from llm.base.text import clip, show
+from llm.base.text import show
 from llm.base.types import JsonObject
-from llm.errors import LLMError
-from llm.inputs import LoRARequest
-from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, StructuredOutcome, TokenView
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import pandas
     import pyarrow
     from _typeshed import DataclassInstance
+
+    from llm.outputs import CompletionOutput, Logprob, RequestOutput
 
 # --- JSON: `json.dumps` takes it as it is, and floats come back bit for bit. ---
 
@@ -103,131 +104,6 @@ def _positions_as_json(positions: Sequence[dict[int, Logprob] | None] | None) ->
 
 def _token_as_json(token_id: int, item: Logprob) -> JsonObject:
     return {"token_id": token_id, "logprob": item.logprob, "rank": item.rank, "decoded_token": item.decoded_token}
-
-
-# --- The way back. ---
-
-
-def output_from_json(data: JsonObject, params: SamplingParams | None) -> RequestOutput:
-    """The output that `output_as_json` wrote, without its metrics; `params` are the prompt's."""
-    return RequestOutput(
-        data["request_id"],
-        data["prompt"],
-        data["prompt_token_ids"],
-        [_completion_from_json(own, params) for own in data["outputs"]],
-        data["finished"],
-        data["num_cached_tokens"],
-        data["seed"],
-        _positions_from_json(data["prompt_logprobs"], params is not None and params.flat_logprobs),
-        params,
-        index=data["index"],
-        num_dropped_tokens=data["num_dropped_tokens"],
-        lora_request=None if data.get("lora_request") is None else LoRARequest(**data["lora_request"]),
-    )
-
-
-# What `output_as_json` writes: a type, (type or None), [of each], {member: form}. Other members are not looked at.
-_ERROR_FORM = {"type": str, "message": str}
-_TOKEN_FORM = {"token_id": int, "logprob": float, "rank": (int,), "decoded_token": (str,)}
-_LOGPROBS_FORM = ([([_TOKEN_FORM],)],)
-_COMPLETION_FORM = {
-    **{"index": int, "text": str, "token_ids": [int], "cumulative_logprob": (float,), "logprobs": _LOGPROBS_FORM},
-    **{"finish_reason": (str,), "stop_reason": (int, str), "error": (_ERROR_FORM,), "structured": (dict,)},
-}
-_OUTPUT_FORM = {
-    **{"request_id": str, "index": int, "prompt": (str,), "prompt_token_ids": [int], "outputs": [_COMPLETION_FORM]},
-    **{"finished": bool, "num_cached_tokens": (int,), "seed": (int,), "prompt_logprobs": _LOGPROBS_FORM},
-    **{"num_dropped_tokens": int, "params": (dict,), "lora_request": (dict,)},
-}
-
-
-def check_output(data: object) -> None:
-    """Raise `ValueError` for data that `output_from_json` cannot read, with the member that is wrong."""
-    check_form(data, _OUTPUT_FORM, "the output")
-    try:
-        output_from_json(cast("JsonObject", data), None)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"the output cannot be read ({clip(str(error))})") from error
-
-
-def check_form(value: object, form: object, name: str) -> None:
-    """Raise `ValueError` if a value is not of a form, as in the tables above."""
-    if isinstance(form, tuple):
-        if value is not None and not any(_fits(value, own) for own in form):
-            check_form(value, form[0], name)
-    elif isinstance(form, list):
-        _check_type(value, list, name)
-        if not all(type(item) is form[0] for item in cast("list[object]", value)):
-            for place, item in enumerate(cast("list[object]", value)):
-                check_form(item, form[0], f"{name}[{place}]")
-    elif isinstance(form, dict):
-        _check_type(value, dict, name)
-        for member, own in form.items():
-            if member not in cast("JsonObject", value):
-                raise ValueError(f"{name} has no {member}")
-            check_form(cast("JsonObject", value)[member], own, f"{name}.{member}")
-    elif isinstance(form, type):
-        _check_type(value, form, name)
-
-
-def _fits(value: object, form: object) -> bool:
-    try:
-        check_form(value, form, "")
-    except ValueError:
-        return False
-    return True
-
-
-def _check_type(value: object, kind: type, name: str) -> None:
-    right = (int, float) if kind is float else kind
-    if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{name} is {show(value)}")
-
-
-def error_from_json(data: JsonObject | None) -> Exception | None:
-    """An exception of this package's type of that name, else an `LLMError`."""
-    if data is None:
-        return None
-    kind = getattr(errors, data["type"], LLMError)
-    is_known = isinstance(kind, type) and issubclass(kind, LLMError)
-    error: Exception = kind(data["message"]) if is_known else LLMError(data["message"])
-    vars(error).update({name: value for name, value in data.items() if name not in ("type", "message")})
-    return error
-
-
-def _completion_from_json(data: JsonObject, params: SamplingParams | None) -> CompletionOutput:
-    structured = data["structured"]
-    asked = None if params is None else params.structured_outputs
-    is_data = asked is not None and structured is not None and structured["complete"]
-    flat = params is not None and params.flat_logprobs
-    return CompletionOutput(
-        data["index"],
-        data["text"],
-        data["token_ids"],
-        data["cumulative_logprob"],
-        _positions_from_json(data["logprobs"], flat),
-        data["finish_reason"],
-        data["stop_reason"],
-        error_from_json(data["error"]),
-        None if structured is None else StructuredOutcome(**structured),
-        asked.parse(data["text"]) if asked is not None and is_data else None,
-    )
-
-
-def _positions_from_json(data: list[list[JsonObject] | None] | None, flat: bool) -> Any:
-    if data is None:
-        return None
-    positions = [None if position is None else dict(map(_token_from_json, position)) for position in data]
-    if not flat:
-        return positions
-    found = FlatLogprobs()
-    for position in positions:
-        found.append(position)
-    return found
-
-
-def _token_from_json(data: JsonObject) -> tuple[int, Logprob]:
-    return data["token_id"], Logprob(data["logprob"], data["rank"], data["decoded_token"])
 
 
 # --- Tables: a row per completion. Columns and types are the same whatever happened: a refused prompt has a row with
@@ -329,8 +205,8 @@ def outputs_table(outputs: Sequence[RequestOutput]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{', '.join(notes)}</p>"
 
 
-def token_view(output: RequestOutput) -> TokenView:
-    """Every completion of an output. Without logprobs tokens have no tint, and the text is shown as it is."""
+def token_view(output: RequestOutput) -> tuple[str, str]:
+    """(HTML, text) of every completion. Without logprobs tokens have no tint, and the text is shown as it is."""
     parts = [f"<p><b>prompt</b> {_text(_clipped(output.prompt or f'{len(output.prompt_token_ids)} token ids'))}</p>"]
     lines = []
     for own in output.outputs:
@@ -338,7 +214,7 @@ def token_view(output: RequestOutput) -> TokenView:
         style = f' style="{_ERROR_STYLE}"' if own.error is not None else ""
         parts.append(f"<p{style}><b>{own.index}</b> {_tokens(own)} <i>{_text(str(ended))}</i></p>")
         lines += [f"completion {own.index}: {ended}", *_lines(own)]
-    return TokenView(f'<div style="line-height:1.6">{"".join(parts)}</div>', "\n".join(lines))
+    return f'<div style="line-height:1.6">{"".join(parts)}</div>', "\n".join(lines)
 
 
 def _html_row(output: RequestOutput, own: CompletionOutput) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar, overload
 
 import numpy as np
 
+from llm import output_formats
 from llm.base.missing import missing_names
 from llm.base.optional import optional_package
 from llm.base.types import JsonObject
@@ -312,34 +313,26 @@ class TokenView:
 
 
 class Exports:
-    """The tables of an output, or of a list of them. `llm.output_formats` makes them, and is imported when asked."""
+    """The tables of an output, or of a list of them. `llm.output_formats` makes them."""
 
     def _listed(self) -> Sequence[RequestOutput]:
         raise NotImplementedError
 
     def to_pandas(self) -> pandas.DataFrame:
         """A row per completion; the columns are those of `llm.output_formats.COLUMNS`."""
-        from llm.output_formats import to_pandas
-
-        return to_pandas(self._listed())
+        return output_formats.to_pandas(self._listed())
 
     def to_arrow(self) -> pyarrow.Table:
         """As `to_pandas`, an Arrow table."""
-        from llm.output_formats import to_arrow
-
-        return to_arrow(self._listed())
+        return output_formats.to_arrow(self._listed())
 
     def to_parquet(self, path: str | Path) -> Path:
         """Write `to_arrow()` to a file; returns its path."""
-        from llm.output_formats import write_parquet
-
-        return write_parquet(self._listed(), path)
+        return output_formats.write_parquet(self._listed(), path)
 
     def to_jsonl(self, path: str | Path) -> Path:
         """Write everything about each prompt as a line of JSON, logprobs included; returns the file's path."""
-        from llm.output_formats import write_jsonl
-
-        return write_jsonl(self._listed(), path)
+        return output_formats.write_jsonl(self._listed(), path)
 
 
 @dataclass
@@ -380,21 +373,15 @@ class RequestOutput(Exports):
 
     def to_dict(self) -> JsonObject:
         """Plain data that `json.dumps` takes, logprobs included."""
-        from llm.output_formats import output_as_json
-
-        return output_as_json(self)
+        return output_formats.output_as_json(self)
 
     def show(self) -> TokenView:
         """Its tokens, tinted by their probability if logprobs were asked for, with the alternatives on hover; in a
         notebook HTML, else text."""
-        from llm.output_formats import token_view
-
-        return token_view(self)
+        return TokenView(*output_formats.token_view(self))
 
     def _repr_html_(self) -> str:
-        from llm.output_formats import token_view
-
-        return token_view(self).html
+        return output_formats.token_view(self)[0]
 
     def _listed(self) -> Sequence[RequestOutput]:
         return [self]
@@ -429,9 +416,7 @@ class RequestOutputs(list[RequestOutput], Exports):
         return f"[{first}, ... {len(self) - _MOST_SHOWN:,} more]"
 
     def _repr_html_(self) -> str:
-        from llm.output_formats import outputs_table
-
-        return outputs_table(self)
+        return output_formats.outputs_table(self)
 
     def _listed(self) -> Sequence[RequestOutput]:
         return self

@@ -17,7 +17,8 @@ from llm.engine.rows import AnyRow, RefusedRow
 from llm.errors import JobError
 from llm.jobs.identity import row_key
 from llm.jobs.journal import Answer, Journal, Partials
-from llm.output_formats import output_as_json, output_from_json
+from llm.jobs.outputs_from_json import output_from_json
+from llm.output_formats import output_as_json
 from llm.outputs import RequestOutput
 
 _PARTIALS_SECONDS = 10.0

@@ -40,7 +40,8 @@ from llm.base.text import clip, show
 from llm.base.types import JsonObject
 from llm.engine.rows import Row
 from llm.errors import JobError
-from llm.output_formats import check_form, check_output, output_as_json, output_from_json
+from llm.jobs.outputs_from_json import check_form, check_output, output_from_json
+from llm.output_formats import output_as_json
 from llm.outputs import RequestOutput
 
 VERSION = 1
