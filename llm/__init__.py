@@ -9,7 +9,7 @@ import gc
 import importlib
 from typing import TYPE_CHECKING
 
-from llm.base import conflict, missing
+from llm.base import conflict, vllm_paths
 
 __version__ = "0.1.0"
 
@@ -134,13 +134,13 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]
 
 conflict.check()
-missing.explain_missing_modules()
+vllm_paths.install()
 
 if not TYPE_CHECKING:  # or mypy would take any name
 
     def __getattr__(name: str) -> object:
         if name not in _PUBLIC:
-            raise missing.missing_name(__name__, name)
+            raise vllm_paths.missing_name(__name__, name)
         # A full collection amid the imports takes 60 ms, over PyTorch's objects, and finds nothing.
         was_enabled = gc.isenabled()
         gc.disable()

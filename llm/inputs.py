@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 from llm.base.checks import check_integer, refuse
-from llm.base.missing import missing_names
 from llm.base.types import JsonObject
+from llm.base.vllm_paths import missing_names
 
 
 class _TextPromptBase(TypedDict):

@@ -52,7 +52,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from llm.base.forks import renewed_in_children
-from llm.base.missing import missing_names
+from llm.base.vllm_paths import missing_names
 from llm.config import env
 from llm.errors import LLMError, PluginError, ValidationError, nearest
 

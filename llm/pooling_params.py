@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from llm.base.checks import check_choice, check_flag, check_integer, refuse
-from llm.base.missing import missing_names
 from llm.base.names import known_fields
+from llm.base.vllm_paths import missing_names
 
 TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
 POOLING_TYPES = ("CLS", "LAST", "MEAN")

@@ -22,7 +22,7 @@ context) are in `llm/engine/preprocess.py`; `llm/sampling/structured` compiles t
     origins, print(params)      where each value came from (`RequestOutput.params`)
 
     What to do instead of vLLM's fields that are not here, of names that it has dropped, and of transformers' names is
-    in `llm/config/elsewhere.py`.
+    in `llm/base/suggestions.py`.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from llm.base.checks import (
     plain_number,
     refuse,
 )
-from llm.base.missing import missing_names
 from llm.base.names import known_fields
-from llm.config.elsewhere import SAMPLING, STRUCTURED
+from llm.base.suggestions import SAMPLING, STRUCTURED
+from llm.base.vllm_paths import missing_names
 
 if TYPE_CHECKING:
     import torch

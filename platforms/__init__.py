@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llm import plugins
-from llm.base.missing import missing_name
+from llm.base.vllm_paths import missing_name
 from llm.config import env
 from llm.errors import LLMError, PluginError, ValidationError, nearest
 from llm.platforms.cpu import CpuPlatform

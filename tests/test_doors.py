@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
-import pkgutil
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -14,34 +13,26 @@ from types import FunctionType, ModuleType
 import pytest
 
 import llm
-from llm.config.elsewhere import MODULES, NAMES
+from llm.base.vllm_paths import MODULES, NAMES, PACKAGES, PATHS, stub
 
 ROOT = Path(__file__).resolve().parent.parent
-DOOR_PACKAGES = (
-    *("llm.v1", "llm.model_executor", "llm.attention"),
-    *("llm.distributed", "llm.entrypoints", "llm.lora", "llm.utils"),
+# Paths that type checkers read from a `.pyi` file: those that vLLM's documents name.
+STUBS = (
+    *("llm.model_executor.custom_op", "llm.model_executor.layers.attention"),
+    *("llm.attention.layers.mm_encoder_attention", "llm.v1.sample.logits_processor"),
 )
 # Modules of the rooms under whose vLLM name people look for what is not here.
 ROOMS = ("llm", "llm.config", "llm.inputs", "llm.outputs", "llm.platforms", "llm.plugins", "llm.sampling_params")
 
 
-def doors() -> list[str]:
-    found = ["llm.beam_search", "llm.layers.custom_op", "llm.logprobs", "llm.exceptions"]
-    found += ["llm.engine.arg_utils", "llm.engine.async_llm_engine"]
-    for name in DOOR_PACKAGES:
-        package = importlib.import_module(name)
-        found += [name, *(module.name for module in pkgutil.walk_packages(package.__path__, f"{name}."))]
-    return found
-
-
-DOORS = doors()
+DOORS = sorted({*PATHS, *PACKAGES})
 
 
 @pytest.mark.parametrize("name", DOORS)
 def test_a_door_leads_somewhere(name: str) -> None:
     door = importlib.import_module(name)
-    exported = getattr(door, "__all__", [])
-    assert exported or door.__path__, f"{name} exports nothing"
+    exported = door.__all__
+    assert exported or name in PACKAGES, f"{name} exports nothing"
     values = [getattr(door, item) for item in exported]
     owners = {value.__module__ for value in values if isinstance(value, type | FunctionType)} - {"builtins"}
     assert not [owner for owner in owners if owner in DOORS or not owner.startswith("llm.")]
@@ -56,27 +47,22 @@ def test_every_error_is_in_llm_and_under_the_name_it_had() -> None:
     assert all(getattr(llm, name) is getattr(errors, name) for name in raised) and set(raised) <= set(llm.__all__)
 
 
-def definitions(text: str) -> list[str]:
-    """What a module does beside importing: everything but its docstring, `__all__` and the guarded `__getattr__`."""
-    found = []
-    for node in ast.parse(text).body:
-        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        is_list = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-        is_hook = ast.unparse(node) == "if not TYPE_CHECKING:\n    __getattr__ = missing_names(__name__)"
-        if not (is_docstring or is_list or is_hook or isinstance(node, ast.Import | ast.ImportFrom)):
-            found.append(ast.unparse(node).splitlines()[0])
-    return found
+def stub_file(path: str) -> Path:
+    return ROOT / f"{path.replace('.', '/')}.pyi"
 
 
-@pytest.mark.parametrize("name", DOORS)
-def test_nothing_is_defined_in_a_door(name: str) -> None:
-    path = importlib.import_module(name).__file__
-    assert path is not None and definitions(Path(path).read_text("utf-8")) == []
+def test_the_stubs_are_those_of_the_table() -> None:
+    assert sorted((ROOT / "llm").rglob("*.pyi")) == sorted(map(stub_file, STUBS))
+    for path in STUBS:
+        assert stub_file(path).read_text("utf-8") == stub(path), f"write stub({path!r}) into the file"
 
 
-@pytest.mark.parametrize("text", ["x = 1", "def f(): ...", "class C: ...", "if True:\n    import os", "f()"])
-def test_a_definition_is_seen(text: str) -> None:
-    assert len(definitions(f'"""A door."""\nimport os\n__all__ = ["x"]\n{text}')) == 1
+def test_a_class_is_pickled_under_the_path_that_defines_it() -> None:
+    from llm.logprobs import Logprob
+
+    assert pickle.loads(pickle.dumps(Logprob(-1.0, 1, "a"))) == Logprob(-1.0, 1, "a")
+    old = pickle.dumps(Logprob(-1.0, 1, "a"), protocol=0).replace(b"cllm.outputs", b"cllm.logprobs", 1)
+    assert b"llm.logprobs" in old and pickle.loads(old) == Logprob(-1.0, 1, "a")
 
 
 PLUGIN = """
@@ -177,5 +163,5 @@ def test_the_table_is_about_modules_that_do_not_exist(name: str) -> None:
     with pytest.raises(ModuleNotFoundError, match=f"there is no {name}; "):
         importlib.import_module(name)
     parent, _, last = name.rpartition(".")
-    folder = Path(importlib.import_module(parent).__path__[0])
-    assert not (folder / last).exists() and not (folder / f"{last}.py").exists()
+    folders = [Path(folder) for folder in importlib.import_module(parent).__path__]
+    assert not any((folder / last).exists() or (folder / f"{last}.py").exists() for folder in folders)

@@ -35,7 +35,7 @@ def test_import_llm_loads_the_standard_library_only() -> None:
     loaded = modules_after("import llm")
     assert third_party(loaded) == set()  # no torch, transformers, numpy or tokenizers
     ours = {name for name in loaded if name.startswith("llm")}
-    assert ours == {"llm", "llm.base", "llm.base.conflict", "llm.base.missing"}
+    assert ours == {"llm", "llm.base", "llm.base.conflict", "llm.base.vllm_paths"}
 
 
 def test_the_check_sees_third_party_modules() -> None:

@@ -1,6 +1,6 @@
 """Checks of vLLM's call arguments that have no effect here: neutral values are accepted, others are refused.
 
-Owns the checks; `llm.config.elsewhere` has the messages.
+Owns the checks; `llm.base.suggestions` has the messages.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llm.base.checks import check_integer
+from llm.base.suggestions import ASKS_NOTHING
 from llm.base.text import show
-from llm.config.elsewhere import ASKS_NOTHING
 from llm.engine.rows import AnyRow, Row
 from llm.errors import ValidationError
 

@@ -33,9 +33,9 @@ from llm.api.verifying import Verifying
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_flag
 from llm.base.forks import renew, tell_of_forks
+from llm.base.suggestions import METHODS
 from llm.config import compilation, env
 from llm.config.argument_check import check_arguments
-from llm.config.elsewhere import METHODS
 from llm.config.engine import (
     DEFAULT_MAX_LORA_RANK,
     DEFAULT_MAX_LORAS,

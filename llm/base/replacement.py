@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from llm.base.construction import construction
+from llm.base.vllm_paths import NAMES
 from llm.base.watch import Patchable
-from llm.config.elsewhere import NAMES
 from llm.errors import ValidationError
 from llm.plugins import platforms_owning, plugin_of
 

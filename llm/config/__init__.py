@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from llm.base.missing import missing_name
+from llm.base.vllm_paths import missing_name
 
 if TYPE_CHECKING:
     from llm.config.compilation import CompilationConfig as CompilationConfig

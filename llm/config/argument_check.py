@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
 
-from llm.config import elsewhere
+from llm.base import suggestions as elsewhere
 from llm.config.arguments import ARGUMENTS
 from llm.errors import ArgumentError, ValidationError, nearest
 from llm.sampling_params import SamplingParams

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from llm.base.names import known_fields
+from llm.base.suggestions import CONSTRUCTOR
 from llm.config.arguments import ARGUMENTS
-from llm.config.elsewhere import CONSTRUCTOR
 from llm.config.engine import EMBEDDED_MODEL
 from llm.config.engine import EngineArgs as HonouredArgs
 

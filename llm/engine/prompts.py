@@ -12,8 +12,8 @@ from numbers import Integral
 from typing import NamedTuple, NoReturn
 
 from llm.base.checks import check_flag, check_integer, refuse
+from llm.base.suggestions import NOT_TEXT
 from llm.base.types import JsonObject
-from llm.config.elsewhere import NOT_TEXT
 from llm.errors import ValidationError, nearest
 from llm.tokenizer_backends import Truncation
 

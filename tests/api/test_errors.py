@@ -23,10 +23,10 @@ from llm import (
     StructuredOutputsParams,
     ValidationError,
 )
+from llm.base.suggestions import CONSTRUCTOR, METHODS, SAMPLING
 from llm.config import EngineConfig
 from llm.config.argument_check import CALLS
 from llm.config.arguments import ARGUMENTS
-from llm.config.elsewhere import CONSTRUCTOR, METHODS, SAMPLING
 from llm.errors import ArgumentError, CheckpointError, OutOfMemoryError, UnsupportedModelError
 from llm.sampling_params import RepetitionDetectionParams
 

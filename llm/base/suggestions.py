@@ -1,6 +1,7 @@
 """Names of vLLM and of other libraries that do not exist here, each with what to do instead.
 
-Owns the tables. A value completes a sentence: "LLM has no argument 'torch_dtype'; its name is dtype."
+A value completes a sentence: "LLM has no argument 'torch_dtype'; its name is dtype."
+Modules and names that code for vLLM imports are in `llm.base.vllm_paths`.
 """
 
 from __future__ import annotations
@@ -96,75 +97,4 @@ CONSTRUCTOR: dict[str, str] = {
     "n_threads": "its name is num_threads",
     "temperature": "it is a field of SamplingParams",
     "max_tokens": "it is a field of SamplingParams",
-}
-
-_ASYNC = "llm.AsyncLLM is the engine for asyncio, and asyncio has the rest"
-_ENGINE = "an LLM drives its engine itself; pass all prompts to one call of LLM.generate"
-_ONE_DEVICE = "an LLM runs in this process, on one device"
-_ADAPTERS = "adapters are enabled by LLM(enable_lora=True), and llm.layers.lora adds them to a layer"
-_EXPERTS = "a layer of experts is an llm.layers.moe.FusedMoE, and its router an llm.layers.moe.TopKRouter"
-_MIXERS = "mixers are in llm.layers.attention.latent, llm.layers.linear_attention and llm.layers.mamba"
-_ROPE = "make an llm.layers.rotary.RotaryEmbedding with RopeParameters, which computes every scaling"
-_TEXT = "prompts are text or token ids"
-_NO_MODEL = "no model here needs it; derive your own from llm.layers.custom_op.CustomOp"
-_EXPERT_LAYERS = ("SharedFusedMoE FusedMoEConfig FusedMoEFactory RoutedExperts fused_experts fused_topk").split()
-_MIXER_LAYERS = ("ChunkGatedDeltaRule MLAAttention SparseAttnIndexer StaticSinkAttention FusedRMSNormGated").split()
-_ROPE_CLASSES = (
-    "get_rope YaRNScalingRotaryEmbedding MRotaryEmbedding Llama3RotaryEmbedding DeepseekScalingRotaryEmbedding "
-    "LinearScalingRotaryEmbedding DynamicNTKScalingRotaryEmbedding Phi3LongRoPEScaledRotaryEmbedding"
-).split()
-_OTHER_OPERATIONS = (
-    "SituAndMul HpcRopeNorm MiniMaxText01RMSNormTP FusedMMInputNorm NemotronLayerNorm1P VitMropeSetup "
-    "CustomQwen2Decoder"
-).split()
-_OWN = "it is vLLM's own; take what you need from it into your code"
-_UTILITIES = (
-    "cuda_device_count_stateless direct_register_custom_op get_ip get_open_port is_pin_memory_available "
-    "set_default_torch_dtype"
-).split()
-_DISTRIBUTED = (
-    "destroy_distributed_environment destroy_model_parallel get_pp_group get_tensor_model_parallel_rank "
-    "get_tensor_model_parallel_world_size get_tp_group get_world_group init_distributed_environment "
-    "initialize_model_parallel initialize_ray_cluster tensor_model_parallel_all_gather tensor_model_parallel_all_reduce"
-).split()
-# Names that code for vLLM imports from modules that exist here.
-NAMES: dict[str, str] = {
-    "EngineCore": _ENGINE,
-    **dict.fromkeys(_EXPERT_LAYERS, _EXPERTS),
-    **dict.fromkeys(_MIXER_LAYERS, _MIXERS),
-    **dict.fromkeys(_ROPE_CLASSES, _ROPE),
-    **dict.fromkeys(_OTHER_OPERATIONS, _NO_MODEL),
-    **dict.fromkeys(("EmbedsPrompt", "ExplicitEncoderDecoderPrompt"), _TEXT),
-    "DeviceCapability": "Platform.get_device_capability returns (major, minor)",
-    "GuidedDecodingParams": "it has become StructuredOutputsParams, in vLLM too",
-    "get_current_vllm_config": "a constructor asks llm.base.construction.construction()",
-    **dict.fromkeys(_DISTRIBUTED, _ONE_DEVICE),
-    **dict.fromkeys(("make_async", "merge_async_iterators"), _ASYNC),
-    **dict.fromkeys(_UTILITIES, _OWN),
-    "set_current_vllm_config": "operations are bound by llm.base.construction.constructing_for(platform, compilation)",
-}
-
-# Modules of vLLM, with `llm` for `vllm`.
-MODULES: dict[str, str] = {
-    "llm.attention.backends": "an attention backend is an llm.layers.attention.AttentionBackend",
-    "llm.attention.layer": "Attention is in llm.model_executor.layers.attention",
-    "llm.distributed.device_communicators": _ONE_DEVICE,
-    "llm.engine.llm_engine": "LLMEngine is imported from llm",
-    "llm.entrypoints.openai": "there is no server; LLM.chat and LLM.stream answer in this process",
-    "llm.envs": "environment variables are in llm.config.env",
-    "llm.lora.layers": _ADAPTERS,
-    "llm.lora.models": _ADAPTERS,
-    "llm.model_executor.layers.fla": _MIXERS,
-    "llm.model_executor.layers.fused_moe.config": _EXPERTS,
-    "llm.model_executor.layers.fused_moe.layer": _EXPERTS,
-    "llm.model_executor.model_loader": "checkpoints are read by llm.loading",
-    "llm.model_executor.models.*": "models are in llm.models, and register_model is imported from llm",
-    "llm.multimodal": _TEXT,
-    "llm.transformers_utils": "tokenizers and chat templates are in llm.tokenizer",
-    "llm.utils.async_utils": _ASYNC,
-    "llm.utils.torch_utils": _OWN,
-    "llm.v1.core": "the scheduler and the blocks are in llm.engine",
-    **dict.fromkeys(("llm.v1.engine.core", "llm.v1.engine.llm_engine"), _ENGINE),
-    "llm.v1.worker": "the model runner is llm.runner.model_runner.ModelRunner",
-    "llm.worker": "the model runner is llm.runner.model_runner.ModelRunner",
 }

@@ -1,1 +1,0 @@
-"""`vllm.attention.layers`."""

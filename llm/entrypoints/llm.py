@@ -1,5 +1,0 @@
-"""`vllm.entrypoints.llm`."""
-
-from llm.api import LLM
-
-__all__ = ["LLM"]

@@ -1,1 +1,0 @@
-"""`vllm.lora`: scripts import `llm.lora.request.LoRARequest`."""

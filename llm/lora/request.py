@@ -1,5 +1,0 @@
-"""`vllm.lora.request`."""
-
-from llm.inputs import LoRARequest
-
-__all__ = ["LoRARequest"]

@@ -1,1 +1,0 @@
-"""`vllm.model_executor.layers.mamba`."""

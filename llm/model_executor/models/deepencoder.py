@@ -1,5 +1,0 @@
-"""`vllm.model_executor.models.deepencoder`: attention of an image encoder."""
-
-from llm.layers.extra.rel_pos import RelPosAttention
-
-__all__ = ["RelPosAttention"]

@@ -1,1 +1,0 @@
-"""`vllm.v1.metrics`: see `llm.v1`."""

@@ -1,1 +1,0 @@
-"""`vllm.v1.sample`: see `llm.v1`."""
