@@ -148,7 +148,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "llm.api.async_llm": "AsyncLLM",
     },
     "llm.v1.metrics.reader": {
-        "llm.metrics": "Counter Gauge Histogram Metric Vector",
+        "llm.outputs": "Counter Gauge Histogram Metric Vector",
     },
     "llm.v1.sample.logits_processor": {
         "llm.plugins": "LOGITS_PROCESSORS=LOGITSPROCS_GROUP",
