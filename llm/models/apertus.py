@@ -1,7 +1,5 @@
 """Apertus: Llama with norms of queries and keys, and an MLP without a gate whose activation is trained (xIELU)."""
 
-from __future__ import annotations
-
 from llm.models import decoder as d
 
 _ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
@@ -22,10 +20,5 @@ class ApertusForCausalLM(d.DecoderForCausalLM):
         reader.expect("post_norm", False)
         reader.expect("mlp_bias", False)
         rope, norm = reader.rope(12_000_000.0, default_scaling=_ROPE), d.read_rms_norm(reader, 1e-5)
-        bias = reader.boolean("attention_bias", False)
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias, qk_norm=norm),
-            mlp=d.PlainMLPConfig(reader.positive("intermediate_size", 14336), reader.string("hidden_act", "xielu")),
-            norms=d.PreNorms(norm),
-        )
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 65536))
+        mlp = d.PlainMLPConfig(reader.positive("intermediate_size", 14336), reader.string("hidden_act", "xielu"))
+        return d.uniform_decoder(reader, d.read_attention(reader, rope, qk_norm=norm), norm, mlp=mlp, positions=65536)

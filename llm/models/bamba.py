@@ -1,7 +1,5 @@
 """Bamba: Llama with Mamba 2 in the place of most attention."""
 
-from __future__ import annotations
-
 from llm.models import decoder as d
 
 
@@ -16,10 +14,9 @@ class BambaForCausalLM(d.DecoderForCausalLM):
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.ignore("num_logits_to_keep", "z_loss_coefficient")  # of transformers' own forward and of training
         rope, norm = reader.rope(default_share=0.5), d.read_rms_norm(reader, 1e-5)
-        bias, heads = reader.boolean("attention_bias", False), d.read_heads(reader, default_kv_heads=8)
+        heads = d.read_heads(reader, default_kv_heads=8)
         reader.expect("attn_rotary_emb", int(heads.size * rope.partial_rotary_factor))
-        attention = d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias)
-        mamba = d.read_mamba2(reader, norm.eps)
+        attention, mamba = d.read_attention(reader, rope, heads), d.read_mamba2(reader, norm.eps)
         mlp = d.GatedMLPConfig(
             reader.positive("intermediate_size", 14336),
             reader.string("hidden_act", "silu"),

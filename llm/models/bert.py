@@ -1,6 +1,4 @@
-"""BERT: learned positions and token types, norms in the residual stream, a plain feed-forward."""
-
-from __future__ import annotations
+"""BERT, RoBERTa, XLM-RoBERTa and DistilBERT."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,6 +31,8 @@ TANH = ClassifierConfig("tanh")
 
 
 class BertModel(EncoderModel):
+    """BERT: learned positions and token types, norms in the residual stream, a plain feed-forward."""
+
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"qkv_proj": ["query", "key", "value"]}
     renames = layer_renames(("bert.", ""), "encoder.layer", _LAYER, _AROUND)
     ignored_weights = ("embeddings.position_ids",)
@@ -79,6 +79,8 @@ def read_bert(
 
 
 class RobertaModel(BertModel):
+    """RoBERTa and XLM-RoBERTa: BERT whose positions start behind the padding token's id."""
+
     renames = layer_renames(("roberta.", ""), "encoder.layer", _LAYER, _AROUND)
     heads: ClassVar[Mapping[str, str]] = {"classifier.dense": "head.dense", "classifier.out_proj": "head.out"}
     other_heads = ("lm_head", "pooler", "roberta.pooler")
@@ -111,6 +113,8 @@ _WITHOUT_EFFECT = ("dropout", "qa_dropout", "seq_classif_dropout", "sinusoidal_p
 
 
 class DistilBertModel(BertModel):
+    """DistilBERT: BERT without token types."""
+
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"qkv_proj": ["q_lin", "k_lin", "v_lin"]}
     renames = layer_renames(("distilbert.", ""), "transformer.layer", _DISTILBERT_LAYER, _AROUND)
     heads: ClassVar[Mapping[str, str]] = {"pre_classifier": "head.dense", "classifier": "head.out"}

@@ -1,7 +1,5 @@
 """BLOOM: ALiBi, a LayerNorm after the embedding, a fused QKV tensor."""
 
-from __future__ import annotations
-
 from llm.models import decoder as d
 
 _LAYER = (

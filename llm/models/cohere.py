@@ -1,6 +1,4 @@
-"""Command R: parallel residual, LayerNorm without bias, interleaved rotary embedding, scaled logits."""
-
-from __future__ import annotations
+"""Command R, R7B and A."""
 
 from dataclasses import replace
 
@@ -8,6 +6,8 @@ from llm.models import decoder as d
 
 
 class CohereForCausalLM(d.DecoderForCausalLM):
+    """Command R: parallel residual, LayerNorm without bias, interleaved rotary embedding, scaled logits."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.expect("use_qk_norm", False)  # command-r-plus alone: a norm for each head
@@ -16,8 +16,7 @@ class CohereForCausalLM(d.DecoderForCausalLM):
 
 
 def cohere_attention(reader: d.ConfigReader, rope: d.RopeParameters) -> d.AttentionConfig:
-    bias = reader.boolean("attention_bias", False)
-    return d.AttentionConfig(d.read_heads(reader), rope, rope_interleaved=True, qkv_bias=bias, out_bias=bias)
+    return d.read_attention(reader, rope, rope_interleaved=True)
 
 
 def cohere_decoder(
@@ -25,7 +24,7 @@ def cohere_decoder(
 ) -> d.DecoderConfig:
     """All that is around the attention layers of Command R, R7B and A."""
     norm = d.read_layer_norm(reader, has_bias=False)
-    mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
+    mlp = d.read_gated_mlp(reader)
     return d.read_decoder(
         reader,
         [d.LayerConfig(attention=part, mlp=mlp, norms=d.ParallelNorms(norm)) for part in attention],
@@ -37,6 +36,8 @@ def cohere_decoder(
 
 
 class Cohere2ForCausalLM(d.DecoderForCausalLM):
+    """Command R7B and A: Command R with a window on three of four layers; the others have no rotary embedding."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         pattern = reader.positive("sliding_window_pattern", reader.positive("_sliding_window_pattern", 4))

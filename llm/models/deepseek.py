@@ -1,6 +1,4 @@
-"""DeepSeek V2: latent attention, dense layers first, then experts of which the best groups take part."""
-
-from __future__ import annotations
+"""DeepSeek V2, V3 and R1, and families with DeepSeek V3's experts under an attention of their own."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +9,8 @@ _MOST_FURTHER_LAYERS = 64
 
 
 class DeepseekV2ForCausalLM(d.DecoderForCausalLM):
+    """DeepSeek V2: latent attention, dense layers first, then experts of which the best groups take part."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         # transformers reads neither of them otherwise.
@@ -93,6 +93,8 @@ def deepseek_decoder(
 
 
 class DeepseekV3ForCausalLM(d.DecoderForCausalLM):
+    """DeepSeek V3 and R1: DeepSeek V2 with sigmoid scores and a bias for choosing; multi-token prediction drafts."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         rope = reader.rope()
@@ -124,12 +126,13 @@ def sigmoid_experts(
 
 
 class Dots1ForCausalLM(d.DecoderForCausalLM):
+    """dots.llm1: Qwen 3's attention with DeepSeek V3's experts; later layers may have a window."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.ignore("use_sliding_window")  # max_window_layers decides
-        rope, norm, heads = reader.rope(), d.read_rms_norm(reader), d.read_heads(reader)
-        bias = reader.boolean("attention_bias", False)
-        attention = d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, qk_norm=norm)
+        rope = reader.rope()
+        attention = d.read_attention(reader, rope, qk_norm=d.read_rms_norm(reader))
         count, window = reader.positive("num_hidden_layers"), reader.optional_integer("sliding_window", 4096)
         first = reader.integer("max_window_layers", 62)
         windows = d.layer_windows(
@@ -145,6 +148,8 @@ class Dots1ForCausalLM(d.DecoderForCausalLM):
 
 
 class SolarOpenForCausalLM(d.DecoderForCausalLM):
+    """Solar Open: Llama's attention with DeepSeek V3's experts in every layer."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.expect("use_qk_norm", False)

@@ -4,8 +4,6 @@ It reads the target's hidden states at three places between its layers. Its LM h
 layout is that of vLLM and SGLang; `llm.runner.speculation.head` runs it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -104,11 +102,7 @@ class Eagle3ForCausalLM(Patchable):
         attention = d.AttentionConfig(
             d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias, input_size=2 * size
         )  # the embedding and the hidden state
-        mlp = d.GatedMLPConfig(
-            reader.positive("intermediate_size"),
-            reader.string("hidden_act", "silu"),
-            reader.boolean("mlp_bias", False),
-        )
+        mlp = d.read_gated_mlp(reader, bias=reader.boolean("mlp_bias", False))
         norms = Eagle3Norms(d.read_rms_norm(reader), reader.boolean("norm_before_residual", False))
         reader.expect("num_hidden_layers", 1)
         reader.expect("tie_word_embeddings", False)

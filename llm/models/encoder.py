@@ -4,8 +4,6 @@ Owns what stands around the layers: token types and the classifier. A family map
 gives its tensors' names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,30 +1,25 @@
-"""ERNIE 4.5, dense: Llama with an interleaved rotary embedding."""
-
-from __future__ import annotations
+"""ERNIE 4.5, dense and with experts."""
 
 from llm.models import decoder as d
-from llm.models.llama import llama_decoder
 
 
 class Ernie4_5ForCausalLM(d.DecoderForCausalLM):
+    """ERNIE 4.5, dense: Llama with an interleaved rotary embedding."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         bias = reader.boolean("use_bias", False)
-        return llama_decoder(
-            reader,
-            d.read_heads(reader, default_kv_heads=2, default_size=128),
-            reader.rope(500_000.0),
-            d.read_rms_norm(reader, 1e-5),
-            positions=131072,
-            tied=True,
-            rope_interleaved=True,
-            qkv_bias=bias,
-            out_bias=bias,
-            mlp_bias=bias,
+        heads = d.read_heads(reader, default_kv_heads=2, default_size=128)
+        attention = d.AttentionConfig(
+            heads, reader.rope(500_000.0), rope_interleaved=True, qkv_bias=bias, out_bias=bias
         )
+        mlp, norm = d.read_gated_mlp(reader, bias=bias), d.read_rms_norm(reader, 1e-5)
+        return d.uniform_decoder(reader, attention, norm, mlp=mlp, positions=131072, tied=True)
 
 
 class Ernie4_5_MoeForCausalLM(d.DecoderForCausalLM):
+    """ERNIE 4.5 with experts: a bias for choosing them, and some that every token has."""
+
     renames = (("model.layers.*.mlp.moe_statics", "model.layers.*.mlp.gate"),)
     # The layers that predict a second token.
     left_out = ("model.mtp_block", "model.mtp_emb_norm", "model.mtp_hidden_norm", "model.mtp_linear_proj")

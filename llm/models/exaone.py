@@ -1,16 +1,16 @@
-"""EXAONE 4: post-norms and QK norm per head; in models with windows, full-attention layers have no rope."""
-
-from __future__ import annotations
+"""EXAONE 4 and K-EXAONE."""
 
 from llm.models import decoder as d
 
 
 class Exaone4ForCausalLM(d.DecoderForCausalLM):
+    """EXAONE 4: post-norms and QK norm per head; in models with windows, full-attention layers have no rope."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         rope, norm, heads = reader.rope(), d.read_rms_norm(reader, 1e-5), d.read_heads(reader)
         window = reader.optional_integer("sliding_window", 4096)
-        mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
+        mlp = d.read_gated_mlp(reader)
 
         def layer(size: int | None) -> d.LayerConfig:
             rotates = size is not None or window is None
@@ -39,6 +39,8 @@ _BIAS = "e_score_correction_bias"
 
 
 class ExaoneMoeForCausalLM(d.DecoderForCausalLM):
+    """K-EXAONE: EXAONE 4's attention under norms before each part, with DeepSeek V3's experts."""
+
     renames = ((f"model.layers.*.mlp.{_BIAS}", f"model.layers.*.mlp.gate.{_BIAS}"),)
     left_out = ("mtp",)  # layers that predict a second token
 

@@ -1,7 +1,5 @@
 """Falcon: parallel residual and a fused QKV tensor; falcon-rw has ALiBi and no parallel residual."""
 
-from __future__ import annotations
-
 import torch
 
 from llm.models import decoder as d

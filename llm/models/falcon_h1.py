@@ -1,6 +1,4 @@
-"""Attention and a recurrence beside each other in one layer."""
-
-from __future__ import annotations
+"""Falcon-H1: attention and Mamba 2 side by side in every layer, and constants on everything."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,9 +64,8 @@ class FalconH1ForCausalLM(d.DecoderForCausalLM):
         reader.ignore(*TRAINING, "num_logits_to_keep", "mlp_expansion_factor", "attn_layer_indices")
         reader.expect("mamba_use_mlp", True)
         rope, norm = reader.rope(), d.read_rms_norm(reader, 1e-5)
-        heads, bias = d.read_heads(reader, default_kv_heads=8), reader.boolean("attention_bias", False)
-        key = reader.number("key_multiplier", 1.0)
-        attention = d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, scale=heads.size**-0.5 * key)
+        heads, key = d.read_heads(reader, default_kv_heads=8), reader.number("key_multiplier", 1.0)
+        attention = d.read_attention(reader, rope, heads, scale=heads.size**-0.5 * key)
         mamba = d.read_mamba2(
             reader,
             norm.eps if reader.boolean("mamba_rms_norm", False) else None,

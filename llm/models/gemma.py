@@ -1,6 +1,4 @@
-"""Gemma 1: Llama with Gemma's RMS norm, scaled embeddings and GeGLU."""
-
-from __future__ import annotations
+"""Gemma 1 to 3, and VaultGemma."""
 
 from dataclasses import replace
 
@@ -9,33 +7,29 @@ from llm.models.text_part import TextPart, read_text_part
 
 
 class GemmaForCausalLM(d.DecoderForCausalLM):
+    """Gemma 1: Llama with Gemma's RMS norm, scaled embeddings and GeGLU."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.expect("use_bidirectional_attention", False)
         # The first releases say "gelu" and mean its tanh form, which is what they were trained with.
         for key in ("hidden_act", "hidden_activation"):
             reader.expect(key, "gelu", "gelu_pytorch_tanh")
-        rope, norm = reader.rope(), d.read_rms_norm(reader, kind=d.GemmaRMSNorm)
-        heads, bias = (
-            d.read_heads(reader, default_kv_heads=16, default_size=256),
-            reader.boolean("attention_bias", False),
-        )
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias),
-            mlp=d.GatedMLPConfig(reader.positive("intermediate_size"), "gelu_pytorch_tanh"),
-            norms=d.PreNorms(norm),
-        )
-        return d.read_decoder(
+        heads = d.read_heads(reader, default_kv_heads=16, default_size=256)
+        return d.uniform_decoder(
             reader,
-            layer,
-            norm,
-            positions=d.longest_sequence(reader, rope, 8192),
+            d.read_attention(reader, reader.rope(), heads),
+            d.read_rms_norm(reader, kind=d.GemmaRMSNorm),
+            mlp=d.GatedMLPConfig(reader.positive("intermediate_size"), "gelu_pytorch_tanh"),
+            positions=8192,
             embedding_multiplier=reader.positive("hidden_size") ** 0.5,
             tied=True,
         )
 
 
 class Gemma2ForCausalLM(d.DecoderForCausalLM):
+    """Gemma 2: norms before and after both parts, soft caps, a sliding window on every other layer."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         count = reader.positive("num_hidden_layers")
@@ -57,13 +51,8 @@ class Gemma2ForCausalLM(d.DecoderForCausalLM):
 
 def gemma_attention(reader: d.ConfigReader) -> d.AttentionConfig:
     """The attention config that Gemma 2 and 3 have in common."""
-    bias = reader.boolean("attention_bias", False)
-    return d.AttentionConfig(
-        d.read_heads(reader, default_kv_heads=4, default_size=256),
-        qkv_bias=bias,
-        out_bias=bias,
-        scale=reader.positive_number("query_pre_attn_scalar", 256) ** -0.5,
-    )
+    heads = d.read_heads(reader, default_kv_heads=4, default_size=256)
+    return d.read_attention(reader, None, heads, scale=reader.positive_number("query_pre_attn_scalar", 256) ** -0.5)
 
 
 def gemma_decoder(
@@ -92,6 +81,8 @@ _LAYER = "model.layers.*"
 
 
 class VaultGemmaForCausalLM(Gemma2ForCausalLM):
+    """VaultGemma: Gemma 2 without the norms behind the parts."""
+
     renames = ((f"{_LAYER}.pre_feedforward_layernorm", f"{_LAYER}.post_attention_layernorm"),)
 
     @classmethod
@@ -104,6 +95,11 @@ class VaultGemmaForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma3ForCausalLM(d.DecoderForCausalLM):
+    """Gemma 3, text only: Gemma 2 with normalised queries and keys, and two ropes: windowed layers have their own base.
+
+    In EmbeddingGemma tokens see those after them.
+    """
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         full, sliding = read_ropes(reader)
@@ -148,6 +144,8 @@ _OTHERS = ("boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens
 
 
 class Gemma3ForConditionalGeneration(TextPart, Gemma3ForCausalLM):
+    """Gemma 3 multimodal (4B, 12B, 27B): its language model."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         return read_text_part(reader, Gemma3ForCausalLM, _DEFAULTS, _OTHERS)

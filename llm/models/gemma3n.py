@@ -1,10 +1,4 @@
-"""AltUp (alternating updates), which Gemma 3n has around its layers: several streams, of which a layer computes one.
-
-The streams of a token are beside each other: float [N, inputs * H]. Products of streams and coefficients are PyTorch's
-products and sums, element by element, so a token's bits are its own.
-"""
-
-from __future__ import annotations
+"""Gemma 3n."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -197,6 +191,8 @@ class Gemma3nConfig(d.DecoderConfig):
 
 
 class Gemma3nForCausalLM(d.DecoderForCausalLM):
+    """AltUp, LAuReL, embeddings of every layer, keys and values of earlier layers, sparse feed-forwards."""
+
     renames = (
         *((f"{_LAYER}.{name}", f"{_LAYER}.per_layer.{name}") for name in _OF_LAYER),
         *((f"model.{name}", f"per_layer.{name}") for name in _OF_MODEL),
@@ -273,15 +269,8 @@ def _attention(reader: d.ConfigReader, count: int, norm: d.NormConfig) -> list[d
     full, sliding = read_ropes(reader)
     window = reader.positive("sliding_window", 512)
     windows = d.layer_windows(reader, count, window, [(index + 1) % 5 != 0 for index in range(count)])
-    bias = reader.boolean("attention_bias", False)
-    attention = d.AttentionConfig(
-        d.read_heads(reader, default_kv_heads=2, default_size=256),
-        qkv_bias=bias,
-        out_bias=bias,
-        qk_norm=norm,
-        v_norm=replace(norm, has_weight=False),
-        scale=1.0,
-    )
+    heads, v_norm = d.read_heads(reader, default_kv_heads=2, default_size=256), replace(norm, has_weight=False)
+    attention = d.read_attention(reader, None, heads, qk_norm=norm, v_norm=v_norm, scale=1.0)
     own = [replace(attention, sliding_window=size, rope=full if size is None else sliding) for size in windows]
     return d.read_shared(reader, own, 15)
 
@@ -309,6 +298,8 @@ _OTHERS = (
 
 
 class Gemma3nForConditionalGeneration(TextPart, Gemma3nForCausalLM):
+    """Gemma 3n multimodal (E2B, E4B): its language model."""
+
     renames = (*in_text_part(Gemma3nForCausalLM.renames), *TextPart.renames)
 
     @classmethod

@@ -1,6 +1,4 @@
-"""A layer of Gemma 4: norms before and after both parts, experts beside the feed-forward, per-layer embeddings."""
-
-from __future__ import annotations
+"""Gemma 4."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -160,6 +158,8 @@ class Gemma4Config(d.DecoderConfig):
 
 
 class Gemma4ForCausalLM(d.DecoderForCausalLM):
+    """Heads of other sizes in full layers, keys and values of earlier layers, embeddings of every layer."""
+
     renames = (
         (f"{_LAYER}.router.scale", f"{_LAYER}.moe.norm.weight"),
         (f"{_LAYER}.router.proj", f"{_LAYER}.moe.gate"),
@@ -313,6 +313,8 @@ _OTHERS = (
 
 
 class Gemma4ForConditionalGeneration(TextPart, Gemma4ForCausalLM):
+    """Gemma 4 multimodal (E2B, E4B, 26B-A4B, 31B): its language model."""
+
     renames = (*in_text_part(Gemma4ForCausalLM.renames), *TextPart.renames)
 
     @classmethod

@@ -1,34 +1,34 @@
-"""GLM-4 of 2024: Llama with an interleaved rotary embedding on half of each head."""
-
-from __future__ import annotations
+"""GLM 4 to 4.7."""
 
 from llm.models import decoder as d
 from llm.models.deepseek import deepseek_decoder, dense_first, sigmoid_experts
 
 
 class GlmForCausalLM(d.DecoderForCausalLM):
+    """GLM-4 of 2024: Llama with an interleaved rotary embedding on half of each head."""
+
     @classmethod
     def norms(cls, norm: d.NormConfig) -> d.Norms:
         return d.PreNorms(norm)
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        rope, norm = reader.rope(default_share=0.5), d.read_rms_norm(reader, 0.00000015625)
+        norm = d.read_rms_norm(reader, 0.00000015625)
         attention = d.AttentionConfig(
             d.read_heads(reader, default_kv_heads=2, default_size=128),
-            rope,
+            reader.rope(default_share=0.5),
             rope_interleaved=True,
             qkv_bias=reader.boolean("attention_bias", True),
         )
-        mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
-        layer = d.LayerConfig(attention=attention, mlp=mlp, norms=cls.norms(norm))
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 131072))
+        return d.uniform_decoder(reader, attention, norm, norms=cls.norms(norm), positions=131072)
 
 
 _LAYER = "model.layers.*"
 
 
 class Glm4ForCausalLM(GlmForCausalLM):
+    """GLM-4-0414: GLM-4 with post-norms on both parts too."""
+
     renames = (
         (f"{_LAYER}.post_self_attn_layernorm", f"{_LAYER}.post_attention_layernorm"),
         (f"{_LAYER}.post_attention_layernorm", f"{_LAYER}.pre_feedforward_layernorm"),
@@ -41,6 +41,8 @@ class Glm4ForCausalLM(GlmForCausalLM):
 
 
 class Glm4MoeForCausalLM(d.DecoderForCausalLM):
+    """GLM 4.5 and 4.6: experts by DeepSeek V3's rules under grouped attention; multi-token prediction drafts."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         rope = reader.rope(default_share=0.5)
@@ -57,6 +59,8 @@ class Glm4MoeForCausalLM(d.DecoderForCausalLM):
 
 
 class Glm4MoeLiteForCausalLM(d.DecoderForCausalLM):
+    """GLM-4.7-Flash: DeepSeek V3 at another size, with the layers that have experts listed."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         rope = reader.rope()

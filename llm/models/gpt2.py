@@ -1,6 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, biases, and weights that the checkpoint stores transposed."""
-
-from __future__ import annotations
+"""GPT-2 and those that differ from it in a few lines: SantaCoder, StarCoder, GPT-Neo."""
 
 from dataclasses import replace
 
@@ -18,6 +16,8 @@ _MODEL = (("wte", "model.embed_tokens"), ("wpe", "model.embed_positions"), ("ln_
 
 
 class GPT2LMHeadModel(d.DecoderForCausalLM):
+    """GPT-2: learned positions, LayerNorm, biases, and weights that the checkpoint stores transposed."""
+
     packed_modules_mapping = d.NOTHING_PACKED
     # The first checkpoints lack the prefix "transformer.".
     renames = tuple(
@@ -63,6 +63,8 @@ class GPT2LMHeadModel(d.DecoderForCausalLM):
 
 
 class GPTBigCodeForCausalLM(GPT2LMHeadModel):
+    """SantaCoder and StarCoder: GPT-2 with one key head."""
+
     transposed_weights = ()
 
     @classmethod
@@ -110,6 +112,8 @@ _NEO_LAYER = (
 
 
 class GPTNeoForCausalLM(d.DecoderForCausalLM):
+    """GPT-Neo: GPT-2 with a window in every other layer, scores that are not scaled, and no bias on q, k and v."""
+
     packed_modules_mapping = d.QKV_PACKED
     renames = (
         *((f"transformer.h.*.{theirs}", f"model.layers.*.{ours}") for theirs, ours in _NEO_LAYER),

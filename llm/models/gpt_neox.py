@@ -1,7 +1,5 @@
 """GPT-NeoX and Pythia: parallel residual with two LayerNorms, a fused QKV tensor, partial rotary embedding."""
 
-from __future__ import annotations
-
 from llm.models import decoder as d
 
 _LAYER = (
@@ -35,11 +33,10 @@ class GPTNeoXForCausalLM(d.DecoderForCausalLM):
         rope = reader.rope(theta, default_share=reader.positive_number("rotary_pct", 0.25))
         norm, bias = d.read_layer_norm(reader), reader.boolean("attention_bias", True)
         is_parallel = reader.boolean("use_parallel_residual", True)
-        norms: d.Norms = d.ParallelNorms(norm, mlp_has_norm=True) if is_parallel else d.PreNorms(norm)
-        activation = reader.string("hidden_act", "gelu")
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias, qkv_by_key_head=True),
-            mlp=d.PlainMLPConfig(reader.positive("intermediate_size"), activation, bias=True),
-            norms=norms,
+        return d.uniform_decoder(
+            reader,
+            d.AttentionConfig(d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias, qkv_by_key_head=True),
+            norm,
+            mlp=d.read_plain_mlp(reader, "gelu", bias=True),
+            norms=d.ParallelNorms(norm, mlp_has_norm=True) if is_parallel else None,
         )
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope))

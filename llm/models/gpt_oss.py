@@ -1,7 +1,5 @@
 """gpt-oss: every second layer has a window, heads have sinks, experts clamp what they multiply."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 

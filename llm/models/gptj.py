@@ -1,6 +1,4 @@
-"""GPT-J: parallel residual with one LayerNorm, interleaved partial rotary embedding, a bias on the logits."""
-
-from __future__ import annotations
+"""GPT-J and CodeGen."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -24,6 +22,8 @@ _LAYER = (
 
 
 class GPTJForCausalLM(d.DecoderForCausalLM):
+    """GPT-J: parallel residual with one LayerNorm, interleaved partial rotary embedding, a bias on the logits."""
+
     packed_modules_mapping = d.QKV_PACKED
     renames = (
         *((f"transformer.h.*.{theirs}", f"model.layers.*.{ours}") for theirs, ours in _LAYER),
@@ -67,6 +67,8 @@ _PARTS = 4
 
 
 class CodeGenForCausalLM(GPTJForCausalLM):
+    """CodeGen: GPT-J with one tensor of queries, values and keys, in four parts as it was trained on four devices."""
+
     packed_modules_mapping = d.NOTHING_PACKED
     renames = (
         ("transformer.h.*.attn.qkv_proj", "model.layers.*.self_attn.qkv_proj"),

@@ -1,6 +1,4 @@
-"""Granite 3: Llama with constants on the embedding, the attention scores, each part's output and the logits."""
-
-from __future__ import annotations
+"""Granite 3 and 4."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -9,42 +7,30 @@ from llm.models import decoder as d
 
 
 class GraniteForCausalLM(d.DecoderForCausalLM):
+    """Granite 3: Llama with constants on the embedding, the attention scores, each part's output and the logits."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        mlp = d.GatedMLPConfig(
-            reader.positive("intermediate_size"),
-            reader.string("hidden_act", "silu"),
-            bias=reader.boolean("mlp_bias", False),
-        )
-        return granite_decoder(reader, mlp)
+        return granite_decoder(reader, d.read_gated_mlp(reader, bias=reader.boolean("mlp_bias", False)))
 
 
 def granite_decoder(reader: d.ConfigReader, mlp: d.PartConfig) -> d.DecoderConfig:
     """Granite's decoder around any feed-forward part."""
-    rope, norm = reader.rope(), d.read_rms_norm(reader)
-    bias = reader.boolean("attention_bias", False)
-    layer = d.LayerConfig(
-        attention=d.AttentionConfig(
-            d.read_heads(reader),
-            rope,
-            qkv_bias=bias,
-            out_bias=bias,
-            scale=reader.number("attention_multiplier", 1.0),
-        ),
+    norm = d.read_rms_norm(reader)
+    return d.uniform_decoder(
+        reader,
+        d.read_attention(reader, reader.rope(), scale=reader.number("attention_multiplier", 1.0)),
+        norm,
         mlp=mlp,
         norms=d.ScaledPreNorms(norm, reader.number("residual_multiplier", 1.0)),
-    )
-    return d.read_decoder(
-        reader,
-        layer,
-        norm,
-        positions=d.longest_sequence(reader, rope),
         embedding_multiplier=reader.number("embedding_multiplier", 1.0),
         logits_divisor=reader.positive_number("logits_scaling", 1.0),
     )
 
 
 class GraniteMoeForCausalLM(d.DecoderForCausalLM):
+    """Granite 3 MoE: Granite with experts, whose weights the checkpoint stores stacked."""
+
     renames: ClassVar[d.Renames] = (
         ("model.layers.*.block_sparse_moe.router.layer", "model.layers.*.mlp.gate"),
         ("model.layers.*.block_sparse_moe.router", "model.layers.*.mlp.gate"),
@@ -70,6 +56,8 @@ class GraniteMoeForCausalLM(d.DecoderForCausalLM):
 
 
 class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
+    """Granite 4: Granite with Mamba 2 in the place of most attention, and with experts, or without."""
+
     renames = (
         ("model.layers.*.shared_mlp.input_linear", "model.layers.*.mlp.shared_experts.gate_up_proj"),
         ("model.layers.*.shared_mlp.output_linear", "model.layers.*.mlp.shared_experts.down_proj"),
@@ -82,14 +70,9 @@ class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
         reader.ignore("init_method")  # of the first weights
         rope, norm = reader.rope(), d.read_rms_norm(reader)
         reader.expect("position_embedding_type", "rope", "nope")
-        bias = reader.boolean("attention_bias", False)
-        attention = d.AttentionConfig(
-            d.read_heads(reader),
-            rope if reader.raw.get("position_embedding_type") == "rope" else None,
-            qkv_bias=bias,
-            out_bias=bias,
-            scale=reader.number("attention_multiplier", 1.0),
-        )
+        rotates = reader.raw.get("position_embedding_type") == "rope"
+        scale = reader.number("attention_multiplier", 1.0)
+        attention = d.read_attention(reader, rope if rotates else None, scale=scale)
         mamba, mlp = d.read_mamba2(reader, norm.eps), _read_mlp(reader)
         norms = d.ScaledPreNorms(norm, reader.number("residual_multiplier", 1.0))
         return d.read_decoder(
@@ -122,6 +105,8 @@ def _read_mlp(reader: d.ConfigReader) -> d.PartConfig:
 
 
 class GraniteMoeSharedForCausalLM(GraniteMoeHybridForCausalLM):
+    """Granite MoE with a feed-forward that every token has."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         d.ignore_training(reader)

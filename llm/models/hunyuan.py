@@ -1,11 +1,8 @@
-"""Hunyuan, dense: Llama with QK norm per head after the rotary embedding."""
-
-from __future__ import annotations
+"""Hunyuan, dense, with experts, and version 3."""
 
 from dataclasses import replace
 
 from llm.models import decoder as d
-from llm.models.llama import llama_decoder
 
 _UNUSED = (
     "cla_share_factor class_num dense_list eod_token_id im_end_id im_newline_id im_start_id mask_init_id "
@@ -14,6 +11,8 @@ _UNUSED = (
 
 
 class HunYuanDenseV1ForCausalLM(d.DecoderForCausalLM):
+    """Hunyuan, dense: Llama with QK norm per head after the rotary embedding."""
+
     renames = (
         ("model.layers.*.self_attn.query_layernorm", "model.layers.*.self_attn.q_norm"),
         ("model.layers.*.self_attn.key_layernorm", "model.layers.*.self_attn.k_norm"),
@@ -23,11 +22,13 @@ class HunYuanDenseV1ForCausalLM(d.DecoderForCausalLM):
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         expect_older_keys(reader)
         reader.expect("num_experts", 1)
-        norm, heads, bias = d.read_rms_norm(reader, 1e-5), d.read_heads(reader), reader.boolean("attention_bias", False)
-        rope = read_rope(reader, heads.size)
-        return llama_decoder(
-            reader, heads, rope, norm, qkv_bias=bias, out_bias=bias, qk_norm=norm, qk_norm_after_rope=True
-        )
+        norm = d.read_rms_norm(reader, 1e-5)
+        return d.uniform_decoder(reader, hunyuan_attention(reader, norm), norm)
+
+
+def hunyuan_attention(reader: d.ConfigReader, norm: d.NormConfig) -> d.AttentionConfig:
+    heads = d.read_heads(reader)
+    return d.read_attention(reader, read_rope(reader, heads.size), heads, qk_norm=norm, qk_norm_after_rope=True)
 
 
 def expect_older_keys(reader: d.ConfigReader) -> None:
@@ -60,6 +61,8 @@ _UNUSED_OF_EXPERTS = ("capacity_factor", "moe_drop_tokens", "moe_random_routing_
 
 
 class HunYuanMoEV1ForCausalLM(d.DecoderForCausalLM):
+    """Hunyuan with experts (A13B): the dense model's attention, experts, and a feed-forward that every token has."""
+
     renames = (
         *HunYuanDenseV1ForCausalLM.renames,
         (f"{_MLP}.gate.wg", f"{_MLP}.gate"),
@@ -75,8 +78,7 @@ class HunYuanMoEV1ForCausalLM(d.DecoderForCausalLM):
         reader.expect("norm_topk_prob", True)
         reader.expect("group_limited_greedy", False)
         reader.ignore("n_group", "topk_group", *_UNUSED_OF_EXPERTS)
-        norm, heads, inner = d.read_rms_norm(reader, 1e-5), d.read_heads(reader), reader.positive("intermediate_size")
-        bias, rope = reader.boolean("attention_bias", False), read_rope(reader, heads.size)
+        norm, inner = d.read_rms_norm(reader, 1e-5), reader.positive("intermediate_size")
         _one_for_all(reader, "moe_intermediate_size", inner)
         mlp = d.MoEConfig(
             _one_for_all(reader, "num_experts", 1),
@@ -85,9 +87,7 @@ class HunYuanMoEV1ForCausalLM(d.DecoderForCausalLM):
             reader.string("hidden_act", "silu"),
             shared_size=inner * _one_for_all(reader, "num_shared_expert", 1),
         )
-        attention = d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, qk_norm=norm, qk_norm_after_rope=True)
-        layer = d.LayerConfig(attention=attention, mlp=mlp, norms=d.PreNorms(norm))
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope))
+        return d.uniform_decoder(reader, hunyuan_attention(reader, norm), norm, mlp=mlp)
 
 
 def _one_for_all(reader: d.ConfigReader, key: str, default: int) -> int:
@@ -105,6 +105,8 @@ _BIAS = "e_score_correction_bias"
 
 
 class HYV3ForCausalLM(d.DecoderForCausalLM):
+    """Hunyuan 3: QK norm per head, and experts chosen by sigmoid scores with a bias."""
+
     renames = (
         (f"{_MLP}.{_BIAS}", f"{_MLP}.gate.{_BIAS}"),
         (f"{_MLP}.expert_bias", f"{_MLP}.gate.{_BIAS}"),
@@ -118,9 +120,9 @@ class HYV3ForCausalLM(d.DecoderForCausalLM):
         reader.ignore("enable_moe_fp32_combine")  # everything is added in float32
         rope, norm = reader.rope(11_158_840.0), d.read_rms_norm(reader, 1e-5)
         heads = d.read_heads(reader, default_kv_heads=8, default_size=128)
-        bias, mlp_bias = reader.boolean("attention_bias", False), reader.boolean("mlp_bias", False)
+        attention = d.read_attention(reader, rope, heads, qk_norm=norm)
+        mlp_bias = reader.boolean("mlp_bias", False)
         activation, inner = reader.string("hidden_act", "silu"), reader.positive("moe_intermediate_size", 1536)
-        attention = d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, qk_norm=norm)
         dense = d.GatedMLPConfig(reader.positive("intermediate_size"), activation, mlp_bias)
         sparse = d.MoEConfig(
             reader.positive("num_experts", 192),

@@ -1,7 +1,5 @@
 """HyperCLOVA X: Granite with a norm behind each part too, and logits that are multiplied, not divided."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from llm.models import decoder as d
@@ -28,20 +26,13 @@ class HyperCLOVAXForCausalLM(d.DecoderForCausalLM):
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.expect("use_post_norm", True)
         reader.expect("residual_multiplier", 1.0)
-        rope, norm, heads = reader.rope(), d.read_rms_norm(reader), d.read_heads(reader)
-        bias, mlp_bias = reader.boolean("attention_bias", False), reader.boolean("mlp_bias", False)
-        scale = reader.optional_number("attention_multiplier")
-        mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"), mlp_bias)
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, scale=scale),
-            mlp=mlp,
-            norms=d.PreAndPostNorms(norm),
-        )
-        return d.read_decoder(
+        norm = d.read_rms_norm(reader)
+        return d.uniform_decoder(
             reader,
-            layer,
+            d.read_attention(reader, reader.rope(), scale=reader.optional_number("attention_multiplier")),
             norm,
-            positions=d.longest_sequence(reader, rope),
+            mlp=d.read_gated_mlp(reader, bias=reader.boolean("mlp_bias", False)),
+            norms=d.PreAndPostNorms(norm),
             embedding_multiplier=reader.number("embedding_multiplier", 1.0),
             logits_divisor=1 / reader.positive_number("logits_scaling", 1.0),
         )

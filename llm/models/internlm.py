@@ -1,11 +1,8 @@
-"""InternLM 2 and 2.5: Llama with names of its own and one tensor of queries, keys and values."""
-
-from __future__ import annotations
+"""InternLM 2 to 3."""
 
 from typing import ClassVar
 
 from llm.models import decoder as d
-from llm.models.llama import llama_decoder
 
 _LAYER = (
     ("attention.wqkv", "self_attn.qkv_proj"),
@@ -19,6 +16,8 @@ _LAYER = (
 
 
 class InternLM2ForCausalLM(d.DecoderForCausalLM):
+    """InternLM 2 and 2.5: Llama with names of its own and one tensor of queries, keys and values."""
+
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"gate_up_proj": ["gate_proj", "up_proj"]}
     renames = (
         *((f"model.layers.*.{theirs}", f"model.layers.*.{ours}") for theirs, ours in _LAYER),
@@ -29,16 +28,16 @@ class InternLM2ForCausalLM(d.DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.ignore("attn_implementation")
-        rope, norm, bias = reader.rope(), d.read_rms_norm(reader), reader.boolean("bias", True)
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias, qkv_by_key_head=True),
-            mlp=d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
-            norms=d.PreNorms(norm),
+        bias = reader.boolean("bias", True)
+        attention = d.AttentionConfig(
+            d.read_heads(reader), reader.rope(), qkv_bias=bias, out_bias=bias, qkv_by_key_head=True
         )
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope))
+        return d.uniform_decoder(reader, attention, d.read_rms_norm(reader))
 
 
 class InternLM3ForCausalLM(d.DecoderForCausalLM):
+    """InternLM 3: Llama with other names for its biases."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         # The published files say qkv_bias and bias; one without the other is refused by transformers too.
@@ -46,5 +45,6 @@ class InternLM3ForCausalLM(d.DecoderForCausalLM):
         reader.expect("mlp_bias", bias)
         reader.expect("bias", bias)
         heads = d.read_heads(reader, default_kv_heads=2, default_size=128)
-        biases = {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bias}
-        return llama_decoder(reader, heads, reader.rope(), d.read_rms_norm(reader, 1e-5), positions=32768, **biases)
+        attention = d.AttentionConfig(heads, reader.rope(), qkv_bias=bias, out_bias=bias)
+        mlp, norm = d.read_gated_mlp(reader, bias=bias), d.read_rms_norm(reader, 1e-5)
+        return d.uniform_decoder(reader, attention, norm, mlp=mlp, positions=32768)

@@ -1,7 +1,5 @@
 """Jamba: Mamba in the place of most attention, experts in the place of some feed-forwards."""
 
-from __future__ import annotations
-
 import math
 
 from llm.models import decoder as d

@@ -1,7 +1,5 @@
 """Kimi Linear: Kimi Delta Attention in most layers, latent attention without positions in the others, and experts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,6 +1,4 @@
-"""LFM2: short convolutions, and attention in some layers; queries and keys are normalised per head."""
-
-from __future__ import annotations
+"""LFM2, with and without experts."""
 
 from typing import ClassVar
 
@@ -13,6 +11,8 @@ _NEVER_READ = """block_dim block_mlp_init_scale block_norm_eps block_out_init_sc
 
 
 class Lfm2ForCausalLM(d.DecoderForCausalLM):
+    """LFM2: short convolutions, and attention in some layers; queries and keys are normalised per head."""
+
     renames: ClassVar[d.Renames] = (
         (f"{_LAYER}.conv", f"{_LAYER}.self_attn"),
         (f"{_LAYER}.self_attn.out_proj", f"{_LAYER}.self_attn.o_proj"),
@@ -73,6 +73,8 @@ def _inner_size(reader: d.ConfigReader) -> int:
 
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+    """LFM2 with experts: the first layers have a feed-forward, the others experts chosen by sigmoid scores."""
+
     renames = (
         (f"{_LAYER}.feed_forward.experts.*.w1", f"{_LAYER}.mlp.experts.*.gate_proj"),
         (f"{_LAYER}.feed_forward.experts.*.w2", f"{_LAYER}.mlp.experts.*.down_proj"),

@@ -1,6 +1,4 @@
-"""Llama 4, text: layers without rope among layers that attend within chunks, and experts whose inputs are weighted."""
-
-from __future__ import annotations
+"""Llama 4."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +11,8 @@ _LAYER = "model.layers.*"
 
 
 class Llama4ForCausalLM(d.DecoderForCausalLM):
+    """Layers without rope among layers that attend within chunks, and experts whose inputs are weighted."""
+
     renames: ClassVar[d.Renames] = (
         (f"{_LAYER}.feed_forward.router", f"{_LAYER}.mlp.gate"),
         (f"{_LAYER}.feed_forward.shared_expert", f"{_LAYER}.mlp.shared_experts"),
@@ -64,12 +64,11 @@ class Llama4ForCausalLM(d.DecoderForCausalLM):
 
 def _attention(reader: d.ConfigReader, eps: float) -> d.AttentionConfig:
     """Of a layer without rope."""
-    bias = reader.boolean("attention_bias", False)
     scale = d.QueryScale(reader.number("attn_scale", 0.1), reader.positive("floor_scale", 8192), first=1)
-    return d.AttentionConfig(
+    return d.read_attention(
+        reader,
+        None,
         d.read_heads(reader, default_kv_heads=8, default_size=128),
-        qkv_bias=bias,
-        out_bias=bias,
         rope_interleaved=True,
         qk_norm_after_rope=True,
         query_scale=scale if reader.boolean("attn_temperature_tuning", True) else None,
@@ -108,6 +107,8 @@ _OTHERS = ("boi_token_index", "eoi_token_index", "image_token_index")
 
 
 class Llama4ForConditionalGeneration(TextPart, Llama4ForCausalLM):
+    """Llama 4 multimodal (Scout, Maverick): its language model."""
+
     renames = (*in_text_part(Llama4ForCausalLM.renames), *TextPart.renames)
 
     @classmethod

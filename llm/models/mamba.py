@@ -1,6 +1,4 @@
-"""Mamba: layers of one recurrent mixer each, without attention."""
-
-from __future__ import annotations
+"""Mamba 1 and 2, and Falcon Mamba: layers of one recurrent mixer each, without attention."""
 
 import math
 
@@ -17,6 +15,8 @@ _POSITIONS = 131_072
 
 
 class MambaForCausalLM(d.DecoderForCausalLM):
+    """Mamba: layers of one recurrent mixer each, without attention."""
+
     renames = (
         ("backbone.embeddings", "model.embed_tokens"),
         ("backbone.embedding", "model.embed_tokens"),
@@ -69,12 +69,16 @@ def mamba_decoder(reader: d.ConfigReader, mixer: d.PartConfig, *, tied: bool = T
 
 
 class FalconMambaForCausalLM(MambaForCausalLM):
+    """Falcon Mamba: Mamba with steps, B and C normalised."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         return mamba_decoder(reader, read_mamba(reader, reader.positive_number("mixer_rms_eps", 1e-6)))
 
 
 class Mamba2ForCausalLM(MambaForCausalLM):
+    """Mamba 2: layers of one recurrent mixer each, without attention."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         d.read_activation(reader)

@@ -1,7 +1,5 @@
 """Mellum 2: Qwen 3 with experts, and a window with a rotary embedding of its own on some layers."""
 
-from __future__ import annotations
-
 from llm.models import decoder as d
 
 
@@ -13,8 +11,8 @@ class MellumForCausalLM(d.DecoderForCausalLM):
         d.ignore_training(reader)
         reader.ignore("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
         full, sliding = reader.rope(500_000.0, "full_attention"), reader.rope(10_000.0, "sliding_attention")
-        norm, heads = d.read_rms_norm(reader), d.read_heads(reader, default_kv_heads=4, default_size=128)
-        bias, activation = reader.boolean("attention_bias", False), reader.string("hidden_act", "silu")
+        norm, activation = d.read_rms_norm(reader), reader.string("hidden_act", "silu")
+        heads = d.read_heads(reader, default_kv_heads=4, default_size=128)
         count, window = reader.positive("num_hidden_layers"), reader.optional_integer("sliding_window", 1024)
         dense = d.GatedMLPConfig(reader.positive("intermediate_size", 7168), activation)
         sparse = d.MoEConfig(
@@ -26,9 +24,8 @@ class MellumForCausalLM(d.DecoderForCausalLM):
         )
 
         def layer(size: int | None, is_sparse: bool) -> d.LayerConfig:
-            attention = d.AttentionConfig(
-                heads, sliding if size else full, size, qkv_bias=bias, out_bias=bias, qk_norm=norm
-            )
+            rope = sliding if size else full
+            attention = d.read_attention(reader, rope, heads, sliding_window=size, qk_norm=norm)
             return d.LayerConfig(attention=attention, mlp=sparse if is_sparse else dense, norms=d.PreNorms(norm))
 
         windows = d.layer_windows(reader, count, window, [False] * count)

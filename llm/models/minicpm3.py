@@ -1,7 +1,5 @@
 """MiniCPM3: latent attention, with constants on the embedding, each part's output and the logits."""
 
-from __future__ import annotations
-
 from llm.models import decoder as d
 
 
@@ -20,11 +18,7 @@ class MiniCPM3ForCausalLM(d.DecoderForCausalLM):
             v_head_dim=hidden // reader.positive("num_attention_heads"),
             is_neox_style=True,
         )
-        mlp = d.GatedMLPConfig(
-            reader.positive("intermediate_size"),
-            reader.string("hidden_act", "silu"),
-            bias=reader.boolean("mlp_bias", False),
-        )
+        mlp = d.read_gated_mlp(reader, bias=reader.boolean("mlp_bias", False))
         # null says that a constant is 1.
         depth = reader.optional_number("scale_depth", 1.4)
         base = reader.optional_number("dim_model_base", 256)

@@ -1,7 +1,5 @@
 """MiniMax M2: queries and keys normalised over all heads, and experts chosen by sigmoid scores with a bias."""
 
-from __future__ import annotations
-
 from llm.models import decoder as d
 
 _BIAS = "e_score_correction_bias"
@@ -25,19 +23,16 @@ class MiniMaxM2ForCausalLM(d.DecoderForCausalLM):
         _expect_published(reader)
         heads, norm = d.read_heads(reader, default_kv_heads=8, default_size=128), d.read_rms_norm(reader)
         rope = reader.rope(5_000_000.0, default_share=reader.positive("rotary_dim", heads.size) / heads.size)
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(heads, rope, qk_norm=norm, qk_norm_over="all heads"),
-            mlp=d.MoEConfig(
-                reader.positive("num_local_experts", 256),
-                reader.positive("num_experts_per_tok", 8),
-                reader.positive("intermediate_size", 1536),
-                reader.string("hidden_act", "silu"),
-                scoring="sigmoid",
-                correction_bias=True,
-            ),
-            norms=d.PreNorms(norm),
+        attention = d.AttentionConfig(heads, rope, qk_norm=norm, qk_norm_over="all heads")
+        mlp = d.MoEConfig(
+            reader.positive("num_local_experts", 256),
+            reader.positive("num_experts_per_tok", 8),
+            reader.positive("intermediate_size", 1536),
+            reader.string("hidden_act", "silu"),
+            scoring="sigmoid",
+            correction_bias=True,
         )
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 196_608))
+        return d.uniform_decoder(reader, attention, norm, mlp=mlp, positions=196_608)
 
 
 def _expect_published(reader: d.ConfigReader) -> None:

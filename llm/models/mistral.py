@@ -1,30 +1,26 @@
-"""Mistral 7B and its successors: Llama, some with a sliding window on every layer."""
-
-from __future__ import annotations
+"""Mistral, Mixtral and Ministral."""
 
 from llm.models import decoder as d
-from llm.models.llama import llama_decoder
 from llm.models.text_part import TextPart, read_text_part
 
 
 class MistralForCausalLM(d.DecoderForCausalLM):
+    """Mistral 7B and its successors: Llama, some with a sliding window on every layer."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        rope, norm = reader.rope(), d.read_rms_norm(reader)
-        window = reader.optional_integer("sliding_window", 4096)
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(d.read_heads(reader, default_kv_heads=8), rope, window),
-            mlp=d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
-            norms=d.PreNorms(norm),
-        )
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 131072))
+        heads, window = d.read_heads(reader, default_kv_heads=8), reader.optional_integer("sliding_window", 4096)
+        attention = d.AttentionConfig(heads, reader.rope(), window)
+        return d.uniform_decoder(reader, attention, d.read_rms_norm(reader), positions=131072)
 
 
 class MinistralForCausalLM(d.DecoderForCausalLM):
+    """Ministral 8B: Mistral with a window on some layers only."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         rope, norm, heads = reader.rope(), d.read_rms_norm(reader), d.read_heads(reader, default_kv_heads=8)
-        mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
+        mlp = d.read_gated_mlp(reader)
         count, window = reader.positive("num_hidden_layers"), reader.optional_integer("sliding_window", 4096)
         windows = d.layer_windows(reader, count, window, [window is not None] * count)
         layers = [
@@ -35,18 +31,18 @@ class MinistralForCausalLM(d.DecoderForCausalLM):
 
 
 class Ministral3ForCausalLM(d.DecoderForCausalLM):
+    """Ministral 3: Llama with YaRN and queries scaled by position beyond the original context."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         rope = reader.rope(others=("llama_4_scaling_beta", "max_position_embeddings"))
-        return llama_decoder(
-            reader,
+        attention = d.AttentionConfig(
             d.read_heads(reader, default_kv_heads=8, default_size=128),
             rope,
-            d.read_rms_norm(reader, 1e-5),
-            positions=262144,
-            sliding_window=reader.optional_integer("sliding_window"),
+            reader.optional_integer("sliding_window"),
             query_scale=d.QueryScale(_beta(reader), rope.original_max_position_embeddings),
         )
+        return d.uniform_decoder(reader, attention, d.read_rms_norm(reader, 1e-5), positions=262144)
 
 
 def _beta(reader: d.ConfigReader) -> float:
@@ -55,25 +51,22 @@ def _beta(reader: d.ConfigReader) -> float:
 
 
 class MixtralForCausalLM(d.DecoderForCausalLM):
+    """Mixtral: Mistral with experts in the place of the feed-forward."""
+
     renames = d.W1_W2_W3
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         d.ignore_training(reader)
-        rope, norm = reader.rope(1e6), d.read_rms_norm(reader, 1e-5)
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(
-                d.read_heads(reader, default_kv_heads=8), rope, reader.optional_integer("sliding_window")
-            ),
-            mlp=d.MoEConfig(
-                reader.positive("num_local_experts", 8),
-                reader.positive("num_experts_per_tok", 2),
-                reader.positive("intermediate_size"),
-                reader.string("hidden_act", "silu"),
-            ),
-            norms=d.PreNorms(norm),
+        heads, window = d.read_heads(reader, default_kv_heads=8), reader.optional_integer("sliding_window")
+        mlp = d.MoEConfig(
+            reader.positive("num_local_experts", 8),
+            reader.positive("num_experts_per_tok", 2),
+            reader.positive("intermediate_size"),
+            reader.string("hidden_act", "silu"),
         )
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 131_072))
+        attention, norm = d.AttentionConfig(heads, reader.rope(1e6), window), d.read_rms_norm(reader, 1e-5)
+        return d.uniform_decoder(reader, attention, norm, mlp=mlp, positions=131_072)
 
 
 _FAMILIES: dict[str, type[d.DecoderForCausalLM]] = {"mistral": MistralForCausalLM, "ministral3": Ministral3ForCausalLM}
@@ -89,6 +82,8 @@ _OTHERS = (
 
 
 class Mistral3ForConditionalGeneration(TextPart, MistralForCausalLM):
+    """Mistral Small 3.1 and later, Ministral 3: their language model, which is Mistral or Ministral 3."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         kind = str(reader.nested("text_config").get("model_type", "mistral"))

@@ -1,8 +1,6 @@
 """ModernBERT: norms before the parts, a gated feed-forward, and layers that see a window of both sides, each with its
 own rope."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

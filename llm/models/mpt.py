@@ -1,7 +1,5 @@
 """MPT: ALiBi, LayerNorm without a bias, a fused QKV tensor that may be clamped."""
 
-from __future__ import annotations
-
 from llm.models import decoder as d
 
 _LAYER = (

@@ -4,8 +4,6 @@ Steps are clamped to `time_step_limit`, as in the authors' code and vLLM; transf
 those of single tokens, from below at `time_step_min`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from llm.models import decoder as d
@@ -41,15 +39,12 @@ class NemotronHForCausalLM(d.DecoderForCausalLM):
         reader.ignore(*TRAINING, *_UNUSED, *(key for key in reader.raw if any(part in key for part in _UNUSED_PARTS)))
         reader.expect("sliding_window", None)
         norm = d.NormConfig(reader.positive_number("layer_norm_epsilon", 1e-5))
-        bias, heads = (
-            reader.boolean("attention_bias", False),
-            d.read_heads(reader, default_kv_heads=8, default_size=128),
-        )
+        heads = d.read_heads(reader, default_kv_heads=8, default_size=128)
         size, activation = reader.positive("intermediate_size", 21504), reader.string("mlp_hidden_act", "relu2")
         d.read_activation(reader, "mamba_hidden_act")
         parts: dict[str, d.PartConfig] = {
             "mamba": read_mixer(reader, norm.eps, ("mamba_num_heads", "mamba_head_dim", "ssm_state_size")),
-            "attention": d.AttentionConfig(heads, qkv_bias=bias, out_bias=bias),
+            "attention": d.read_attention(reader, None, heads),
             "mlp": d.PlainMLPConfig(size, activation, reader.boolean("mlp_bias", False)),
         }
         kinds = _read_kinds(reader)

@@ -1,7 +1,5 @@
 """Nomic Embed's BERT: token types and a rope, norms in the residual stream, a gated feed-forward without biases."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -63,7 +61,7 @@ class NomicBertModel(EncoderModel):
         heads = d.Heads(count, count, reader.positive("head_dim", hidden // count))
         layer = d.LayerConfig(
             attention=d.AttentionConfig(heads, reader.rope(1000.0), causal=False),
-            mlp=d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
+            mlp=d.read_gated_mlp(reader),
             norms=d.NormedSums(norm),
         )
         for key in ("hidden_dropout_prob", "attention_probs_dropout_prob", "tie_word_embeddings"):

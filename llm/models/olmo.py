@@ -1,61 +1,50 @@
-"""OLMo 1: Llama with LayerNorm without weight and bias; some checkpoints clamp queries, keys and values."""
+"""OLMo 1 to 3, OLMoE, FlexOlmo and OLMo Hybrid."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from typing import ClassVar
 
 from llm.models import decoder as d
-from llm.models.llama import llama_decoder
 
 
 class OlmoForCausalLM(d.DecoderForCausalLM):
+    """OLMo 1: Llama with LayerNorm without weight and bias; some checkpoints clamp queries, keys and values."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         norm = d.NormConfig(1e-5, d.LayerNorm, has_weight=False, has_bias=False)
-        bias, limit = reader.boolean("attention_bias", False), reader.optional_number("clip_qkv")
-        return llama_decoder(
-            reader, d.read_heads(reader), reader.rope(), norm, qkv_bias=bias, out_bias=bias, qkv_limit=limit
-        )
+        attention = d.read_attention(reader, reader.rope(), qkv_limit=reader.optional_number("clip_qkv"))
+        return d.uniform_decoder(reader, attention, norm)
 
 
 class Olmo2ForCausalLM(d.DecoderForCausalLM):
+    """OLMo 2: norms on the parts' outputs, queries and keys normalised over all heads together."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        rope, norm = reader.rope(), d.read_rms_norm(reader, 1e-5)
-        bias = reader.boolean("attention_bias", False)
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(
-                d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias, qk_norm=norm, qk_norm_over="all heads"
-            ),
-            mlp=d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
-            norms=d.PostNorms(norm),
-        )
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope))
+        norm = d.read_rms_norm(reader, 1e-5)
+        attention = d.read_attention(reader, reader.rope(), qk_norm=norm, qk_norm_over="all heads")
+        return d.uniform_decoder(reader, attention, norm, norms=d.PostNorms(norm))
 
 
 _THETA = 500_000.0
 
 
 class Olmo3ForCausalLM(d.DecoderForCausalLM):
+    """OLMo 3: OLMo 2 with a window on three of four layers, whose rope is not scaled."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        norm, heads, bias = d.read_rms_norm(reader, 1e-5), d.read_heads(reader), reader.boolean("attention_bias", False)
-        full, sliding = _ropes(reader)
-        mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
-
-        def layer(window: int | None) -> d.LayerConfig:
-            attention = d.AttentionConfig(
-                heads,
-                full if window is None else sliding,
-                window,
-                qkv_bias=bias,
-                out_bias=bias,
-                qk_norm=norm,
-                qk_norm_over="all heads",
+        norm, (full, sliding) = d.read_rms_norm(reader, 1e-5), _ropes(reader)
+        attention = d.read_attention(reader, full, qk_norm=norm, qk_norm_over="all heads")
+        mlp, norms = d.read_gated_mlp(reader), d.PostNorms(norm)
+        layers = [
+            d.LayerConfig(
+                attention=attention if size is None else replace(attention, rope=sliding, sliding_window=size),
+                mlp=mlp,
+                norms=norms,
             )
-            return d.LayerConfig(attention=attention, mlp=mlp, norms=d.PostNorms(norm))
-
-        layers = [layer(window) for window in d.windows_by_pattern(reader, 4096, 4)]
+            for size in d.windows_by_pattern(reader, 4096, 4)
+        ]
         return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, full))
 
 
@@ -67,55 +56,47 @@ def _ropes(reader: d.ConfigReader) -> tuple[d.RopeParameters, d.RopeParameters]:
 
 
 class OlmoeForCausalLM(d.DecoderForCausalLM):
+    """OLMoE: queries and keys normalised over all heads together, experts in every layer."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        d.ignore_training(reader)
         reader.expect("clip_qkv", None)
-        rope, norm = reader.rope(), d.read_rms_norm(reader, 1e-5)
-        bias = reader.boolean("attention_bias", False)
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(
-                d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias, qk_norm=norm, qk_norm_over="all heads"
-            ),
-            mlp=d.MoEConfig(
-                reader.positive("num_experts", 64),
-                reader.positive("num_experts_per_tok", 8),
-                reader.positive("intermediate_size"),
-                reader.string("hidden_act", "silu"),
-                renormalize=reader.boolean("norm_topk_prob", False),
-            ),
-            norms=d.PreNorms(norm),
-        )
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 4096))
+        norm = d.read_rms_norm(reader, 1e-5)
+        return _with_experts(reader, reader.rope(), norm, d.PreNorms(norm), 64, 8)
 
 
 class FlexOlmoForCausalLM(d.DecoderForCausalLM):
+    """FlexOlmo: OLMo 2 with experts."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        d.ignore_training(reader)
-        rope, norm = reader.rope(500_000.0), d.read_rms_norm(reader)
-        bias = reader.boolean("attention_bias", False)
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(
-                d.read_heads(reader), rope, qkv_bias=bias, out_bias=bias, qk_norm=norm, qk_norm_over="all heads"
-            ),
-            mlp=d.MoEConfig(
-                reader.positive("num_experts", 7),
-                reader.positive("num_experts_per_tok", 5),
-                reader.positive("intermediate_size"),
-                reader.string("hidden_act", "silu"),
-                renormalize=reader.boolean("norm_topk_prob", False),
-            ),
-            norms=d.PostNorms(norm),
-        )
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 4096))
+        norm = d.read_rms_norm(reader)
+        return _with_experts(reader, reader.rope(500_000.0), norm, d.PostNorms(norm), 7, 5)
 
 
 # Of the output of a head, whatever rms_norm_eps is.
 _HEAD_EPS = 1e-5
 
 
+def _with_experts(
+    reader: d.ConfigReader, rope: d.RopeParameters, norm: d.NormConfig, norms: d.Norms, count: int, best: int
+) -> d.DecoderConfig:
+    """OLMo 2's attention and experts; `count` and `best` of them are defaults."""
+    d.ignore_training(reader)
+    mlp = d.MoEConfig(
+        reader.positive("num_experts", count),
+        reader.positive("num_experts_per_tok", best),
+        reader.positive("intermediate_size"),
+        reader.string("hidden_act", "silu"),
+        renormalize=reader.boolean("norm_topk_prob", False),
+    )
+    attention = d.read_attention(reader, rope, qk_norm=norm, qk_norm_over="all heads")
+    return d.uniform_decoder(reader, attention, norm, mlp=mlp, norms=norms, positions=4096)
+
+
 class OlmoHybridForCausalLM(d.DecoderForCausalLM):
+    """OLMo Hybrid: the gated delta rule, and in some layers OLMo 3's attention, in published models without rope."""
+
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
         **d.DecoderForCausalLM.packed_modules_mapping,
         "ba_proj": ["b_proj", "a_proj"],
@@ -132,10 +113,9 @@ class OlmoHybridForCausalLM(d.DecoderForCausalLM):
         for key in ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"):
             reader.expect(key, reader.raw.get(key))  # of training
         norm, heads = d.read_rms_norm(reader), d.read_heads(reader)
-        bias = reader.boolean("attention_bias", False)
         rope = reader.rope() if _rotates(reader) else None
-        attention = d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, qk_norm=norm, qk_norm_over="all heads")
-        mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
+        attention = d.read_attention(reader, rope, heads, qk_norm=norm, qk_norm_over="all heads")
+        mlp = d.read_gated_mlp(reader)
         linear = _delta(reader, heads.query)
         count = reader.positive("num_hidden_layers")
         default = [index % 4 == 3 for index in range(count - 1)] + [count < 4 or count % 4 == 0]

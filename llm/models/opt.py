@@ -1,7 +1,5 @@
 """OPT: learned positions, LayerNorm, biases everywhere, a plain MLP."""
 
-from __future__ import annotations
-
 from llm.models import decoder as d
 
 # Position 0 is row 2 of the table, because of the padding ids in its training code.

@@ -1,7 +1,5 @@
 """Persimmon: LayerNorm (on each head too), partial rotary embedding, relu squared, a fused QKV tensor."""
 
-from __future__ import annotations
-
 from llm.models import decoder as d
 
 _LAYER = (
@@ -23,16 +21,14 @@ class PersimmonForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        rope, norm = reader.rope(default_share=0.5), d.read_layer_norm(reader)
+        norm = d.read_layer_norm(reader)
         attention = d.AttentionConfig(
             d.read_heads(reader),
-            rope,
+            reader.rope(default_share=0.5),
             qkv_bias=True,
             out_bias=True,
             qkv_by_key_head=True,
             qk_norm=norm if reader.boolean("qk_layernorm", True) else None,
         )
-        activation = reader.string("hidden_act", "relu2")
-        mlp = d.PlainMLPConfig(reader.positive("intermediate_size"), activation, bias=True)
-        layer = d.LayerConfig(attention=attention, mlp=mlp, norms=d.PreNorms(norm))
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 16384))
+        mlp = d.read_plain_mlp(reader, "relu2", bias=True)
+        return d.uniform_decoder(reader, attention, norm, mlp=mlp, positions=16384)

@@ -1,6 +1,4 @@
-"""Phi 1 to 2: parallel residual, partial rotary embedding, LayerNorm, biases (on the logits too)."""
-
-from __future__ import annotations
+"""Phi 1 to 3.5."""
 
 from dataclasses import dataclass, replace
 
@@ -9,6 +7,8 @@ from llm.models import decoder as d
 
 
 class PhiForCausalLM(d.DecoderForCausalLM):
+    """Phi 1 to 2: parallel residual, partial rotary embedding, LayerNorm, biases (on the logits too)."""
+
     packed_modules_mapping = d.QKV_PACKED
     renames = (
         ("model.layers.*.self_attn.dense", "model.layers.*.self_attn.o_proj"),
@@ -22,24 +22,21 @@ class PhiForCausalLM(d.DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.expect("tie_word_embeddings", False)  # a tied LM head has no bias
-        rope, norm = reader.rope(default_share=0.5), d.read_layer_norm(reader)
+        norm = d.read_layer_norm(reader)
         attention = d.AttentionConfig(
             d.read_heads(reader),
-            rope,
+            reader.rope(default_share=0.5),
             qkv_bias=True,
             out_bias=True,
             qk_norm=norm if reader.boolean("qk_layernorm", False) else None,
         )
-        activation = reader.string("hidden_act", "gelu_new")
-        layer = d.LayerConfig(
-            attention=attention,
-            mlp=d.PlainMLPConfig(reader.positive("intermediate_size"), activation, bias=True),
-            norms=d.ParallelNorms(norm),
-        )
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope), lm_head_bias=True)
+        mlp = d.read_plain_mlp(reader, "gelu_new", bias=True)
+        return d.uniform_decoder(reader, attention, norm, mlp=mlp, norms=d.ParallelNorms(norm), lm_head_bias=True)
 
 
 class Phi3ForCausalLM(d.DecoderForCausalLM):
+    """Phi-3 and 3.5: fused projections in the checkpoint, LongRoPE, some with partial rotary embedding."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         # transformers reads the key and never adds a bias.
@@ -48,19 +45,16 @@ class Phi3ForCausalLM(d.DecoderForCausalLM):
         reader.expect("mlp_bias", False)
         reader.expect("full_attn_mod", 1)
         reader.expect("interpolate_factor", 1)
-        rope, norm = reader.rope(), d.read_rms_norm(reader, 1e-5)
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(d.read_heads(reader), rope, reader.optional_integer("sliding_window")),
-            mlp=d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu")),
-            norms=d.PreNorms(norm),
-        )
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 4096))
+        attention = d.AttentionConfig(d.read_heads(reader), reader.rope(), reader.optional_integer("sliding_window"))
+        return d.uniform_decoder(reader, attention, d.read_rms_norm(reader, 1e-5), positions=4096)
 
 
 _MSCALES = ("short_mscale", "long_mscale")
 
 
 class PhimoeForCausalLM(d.DecoderForCausalLM):
+    """Phi 3.5 MoE: Mixtral with LayerNorm, biases and LongRoPE; its router mixes two experts (arXiv:2409.12136)."""
+
     renames = (
         ("model.layers.*.mlp.router", "model.layers.*.mlp.gate"),
         ("model.layers.*.block_sparse_moe.router", "model.layers.*.mlp.gate"),
@@ -72,31 +66,21 @@ class PhimoeForCausalLM(d.DecoderForCausalLM):
         d.ignore_training(reader)
         reader.expect("input_jitter_noise", reader.raw.get("input_jitter_noise"))
         reader.expect("num_experts_per_tok", 2)
-        rope, norm = _read_rope(reader), d.read_layer_norm(reader, "rms_norm_eps")
-        bias = reader.boolean("attention_bias", False)
         jitter = reader.number("router_jitter_noise", 0.01)
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(
-                d.read_heads(reader, default_kv_heads=8),
-                rope,
-                reader.optional_integer("sliding_window"),
-                qkv_bias=bias,
-                out_bias=bias,
-            ),
-            mlp=d.MoEConfig(
-                reader.positive("num_local_experts", 16),
-                2,
-                reader.positive("intermediate_size", 6400),
-                reader.string("hidden_act", "silu"),
-                routing_function=_Mixing(jitter),
-            ),
-            norms=d.PreNorms(norm),
+        heads, window = d.read_heads(reader, default_kv_heads=8), reader.optional_integer("sliding_window")
+        mlp = d.MoEConfig(
+            reader.positive("num_local_experts", 16),
+            2,
+            reader.positive("intermediate_size", 6400),
+            reader.string("hidden_act", "silu"),
+            routing_function=_Mixing(jitter),
         )
-        return d.read_decoder(
+        return d.uniform_decoder(
             reader,
-            layer,
-            norm,
-            positions=d.longest_sequence(reader, rope, 131072),
+            d.read_attention(reader, _read_rope(reader), heads, sliding_window=window),
+            d.read_layer_norm(reader, "rms_norm_eps"),
+            mlp=mlp,
+            positions=131072,
             lm_head_bias=reader.boolean("lm_head_bias", False),
         )
 

@@ -1,7 +1,5 @@
 """PLaMo 2: Mamba 2's recurrence and attention in turn, with norms in front of and behind every part."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from llm.models import decoder as d

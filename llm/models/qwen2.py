@@ -1,16 +1,16 @@
-"""Qwen 2 and 2.5: biases on query, key and value; optionally sliding windows on the later layers."""
-
-from __future__ import annotations
+"""Qwen 1.5 to 2.5."""
 
 from llm.models import decoder as d
 from llm.models.text_part import TextPart, read_text_part
 
 
 class Qwen2ForCausalLM(d.DecoderForCausalLM):
+    """Qwen 2 and 2.5: biases on query, key and value; optionally sliding windows on the later layers."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         rope, norm, heads = reader.rope(), d.read_rms_norm(reader), d.read_heads(reader, default_kv_heads=32)
-        mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
+        mlp = d.read_gated_mlp(reader)
         return d.read_decoder(
             reader,
             [
@@ -35,6 +35,8 @@ def qwen_windows(reader: d.ConfigReader) -> list[int | None]:
 
 
 class Qwen2MoeForCausalLM(d.DecoderForCausalLM):
+    """Qwen 1.5 MoE and Qwen 2 MoE: Qwen 2 with experts, and a shared expert behind a gate of its own."""
+
     renames = (("model.layers.*.mlp.shared_expert", "model.layers.*.mlp.shared_experts.0"),)
 
     @classmethod
@@ -88,6 +90,8 @@ _OTHERS = (
 
 
 class Qwen2_5_VLForConditionalGeneration(TextPart, Qwen2ForCausalLM):
+    """Qwen 2 and 2.5 VL: their language model, Qwen 2."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         return read_text_part(nested(reader, _OTHERS), Qwen2ForCausalLM, {}, _OTHERS)

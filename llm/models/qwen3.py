@@ -1,6 +1,4 @@
-"""Qwen 3: queries and keys are normalised per head, and there are no biases unless config.json says so."""
-
-from __future__ import annotations
+"""Qwen 3."""
 
 from llm.models import decoder as d
 from llm.models.qwen2 import qwen_windows
@@ -8,15 +6,15 @@ from llm.models.text_part import TextPart, read_text_part
 
 
 class Qwen3ForCausalLM(d.DecoderForCausalLM):
+    """Qwen 3: queries and keys are normalised per head, and there are no biases unless config.json says so."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         rope, norm = reader.rope(), d.read_rms_norm(reader)
-        heads = d.read_heads(reader, default_kv_heads=32, default_size=128)
-        bias = reader.boolean("attention_bias", False)
-        mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"))
+        heads, mlp = d.read_heads(reader, default_kv_heads=32, default_size=128), d.read_gated_mlp(reader)
 
         def layer(window: int | None) -> d.LayerConfig:
-            attention = d.AttentionConfig(heads, rope, window, qkv_bias=bias, out_bias=bias, qk_norm=norm)
+            attention = d.read_attention(reader, rope, heads, sliding_window=window, qk_norm=norm)
             return d.LayerConfig(attention=attention, mlp=mlp, norms=d.PreNorms(norm))
 
         return d.read_decoder(
@@ -25,15 +23,18 @@ class Qwen3ForCausalLM(d.DecoderForCausalLM):
 
 
 class Qwen3MoeForCausalLM(d.DecoderForCausalLM):
+    """Qwen 3 MoE: Qwen 3 with experts in all layers, or in those that config.json names."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         d.ignore_training(reader)
         rope, norm = reader.rope(), d.read_rms_norm(reader)
-        heads, bias = d.read_heads(reader, default_kv_heads=4), reader.boolean("attention_bias", False)
         # transformers gives every layer a window or none.
-        uses_window = reader.boolean("use_sliding_window", False)
         window = reader.optional_integer("sliding_window", 4096)
+        window = window if reader.boolean("use_sliding_window", False) else None
         reader.integer("max_window_layers", 0)
+        heads = d.read_heads(reader, default_kv_heads=4)
+        attention = d.read_attention(reader, rope, heads, sliding_window=window, qk_norm=norm)
         activation = reader.string("hidden_act", "silu")
         dense = d.GatedMLPConfig(reader.positive("intermediate_size", 6144), activation)
         sparse = d.MoEConfig(
@@ -45,9 +46,6 @@ class Qwen3MoeForCausalLM(d.DecoderForCausalLM):
         )
 
         def layer(is_sparse: bool) -> d.LayerConfig:
-            attention = d.AttentionConfig(
-                heads, rope, window if uses_window else None, qkv_bias=bias, out_bias=bias, qk_norm=norm
-            )
             return d.LayerConfig(attention=attention, mlp=sparse if is_sparse else dense, norms=d.PreNorms(norm))
 
         return d.read_decoder(
@@ -59,6 +57,8 @@ _OTHERS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_
 
 
 class Qwen3VLForConditionalGeneration(TextPart, Qwen3ForCausalLM):
+    """Qwen 3 VL: its language model, Qwen 3."""
+
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         return read_text_part(reader, Qwen3ForCausalLM, {}, _OTHERS)

@@ -1,6 +1,4 @@
-"""Qwen3-Next: the gated delta rule in most layers, gated attention in the others, and experts with a shared one."""
-
-from __future__ import annotations
+"""Qwen3-Next and Qwen 3.5: the gated delta rule in most layers, gated attention in the others."""
 
 from typing import ClassVar
 
@@ -11,6 +9,8 @@ SHARED_EXPERT_OF_MTP = (("mtp.layers.*.mlp.shared_expert", "mtp.layers.*.mlp.sha
 
 
 class Qwen3NextForCausalLM(d.DecoderForCausalLM):
+    """Qwen3-Next: the gated delta rule in most layers, gated attention in the others, and experts with a shared one."""
+
     renames = (
         ("model.layers.*.linear_attn", "model.layers.*.self_attn"),
         ("model.layers.*.mlp.shared_expert", "model.layers.*.mlp.shared_experts.0"),
@@ -55,11 +55,8 @@ def qwen_hybrid(reader: d.ConfigReader, kind: str, mlps: list[d.PartConfig], kv_
     reader.expect("mamba_ssm_dtype", "float32")
     reader.expect("attn_output_gate", True)
     rope, norm = reader.rope(default_share=0.25), d.read_rms_norm(reader, kind=d.GemmaRMSNorm)
-    heads, bias = (
-        d.read_heads(reader, default_kv_heads=kv_heads, default_size=256),
-        reader.boolean("attention_bias", False),
-    )
-    attention = d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, qk_norm=norm, gated=True)
+    heads = d.read_heads(reader, default_kv_heads=kv_heads, default_size=256)
+    attention = d.read_attention(reader, rope, heads, qk_norm=norm, gated=True)
     reader.expect("hidden_act", "silu")
     sizes = d.DeltaHeads(
         reader.positive("linear_num_key_heads", 16),
@@ -83,6 +80,8 @@ def qwen_hybrid(reader: d.ConfigReader, kind: str, mlps: list[d.PartConfig], kv_
 
 
 class Qwen3_5ForCausalLM(d.DecoderForCausalLM):
+    """Qwen 3.5, the language model by itself: Qwen3-Next's layers without experts, with other projections."""
+
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
         **d.DecoderForCausalLM.packed_modules_mapping,
         "in_proj_ba": ["in_proj_b", "in_proj_a"],
@@ -110,6 +109,8 @@ def ignore_second_token(reader: d.ConfigReader) -> None:
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    """Qwen 3.5 with experts, the language model by itself."""
+
     renames: ClassVar[d.Renames] = (
         *Qwen3_5ForCausalLM.renames,
         ("model.layers.*.mlp.shared_expert", "model.layers.*.mlp.shared_experts.0"),
@@ -128,6 +129,8 @@ IMAGES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_e
 
 
 class Qwen3_5ForConditionalGeneration(TextPart, Qwen3_5ForCausalLM):
+    """Qwen 3.5: its language model."""
+
     renames = (*in_text_part(Qwen3_5ForCausalLM.renames), *TextPart.renames)
 
     @classmethod
@@ -136,6 +139,8 @@ class Qwen3_5ForConditionalGeneration(TextPart, Qwen3_5ForCausalLM):
 
 
 class Qwen3_5MoeForConditionalGeneration(TextPart, Qwen3_5MoeForCausalLM):
+    """Qwen 3.5 with experts: its language model."""
+
     renames = (
         *SHARED_EXPERT_OF_MTP,
         *in_text_part(Qwen3_5MoeForCausalLM.renames),

@@ -1,7 +1,5 @@
 """StarCoder 2: rotary embedding, LayerNorm, biases, an MLP without a gate; some checkpoints have a window."""
 
-from __future__ import annotations
-
 from llm.models import decoder as d
 
 
@@ -15,19 +13,16 @@ class Starcoder2ForCausalLM(d.DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         _expect_older_keys(reader)
-        rope, norm = reader.rope(), d.read_layer_norm(reader, "norm_epsilon")
         bias = reader.boolean("use_bias", True)
         attention = d.AttentionConfig(
             d.read_heads(reader, default_kv_heads=2),
-            rope,
+            reader.rope(),
             reader.optional_integer("sliding_window"),
             qkv_bias=bias,
             out_bias=bias,
         )
-        activation = reader.string("hidden_act", "gelu_pytorch_tanh")
-        mlp = d.PlainMLPConfig(reader.positive("intermediate_size"), activation, bias)
-        layer = d.LayerConfig(attention=attention, mlp=mlp, norms=d.PreNorms(norm))
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope, 4096), tied=True)
+        mlp, norm = d.read_plain_mlp(reader, "gelu_pytorch_tanh", bias=bias), d.read_layer_norm(reader, "norm_epsilon")
+        return d.uniform_decoder(reader, attention, norm, mlp=mlp, positions=4096, tied=True)
 
 
 def _expect_older_keys(reader: d.ConfigReader) -> None:

@@ -3,8 +3,6 @@
 Owns reading the nested config.json and the names of the weights. What the language model is, is its family's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,10 +1,9 @@
-"""A block of attention and an MLP that several layers share, each with adapters of its own (Zamba2, arXiv:2411.15242).
+"""Zamba2: Mamba 2, and before some of its layers one of a few blocks of attention that these layers share.
 
-The block reads the stream beside the embeddings, and what it computes is added to what the layer's recurrence reads. A
-layer that uses it has a KV cache of its own.
+A block of attention and an MLP has adapters of its own for each layer that uses it (arXiv:2411.15242). It reads the
+stream beside the embeddings, and what it computes is added to what the layer's recurrence reads. A layer that uses it
+has a KV cache of its own.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

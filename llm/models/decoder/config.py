@@ -16,7 +16,7 @@ from llm.layers.rotary import RopeParameters
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder.attention import AttentionConfig, Heads
 from llm.models.decoder.layer import LayerConfig, Norms, PreNorms
-from llm.models.decoder.mlp import GatedMLPConfig
+from llm.models.decoder.mlp import GatedMLPConfig, PlainMLPConfig
 from llm.models.decoder.multi_token import MultiTokenConfig
 from llm.models.decoder.part import NormClass, NormConfig, PartConfig
 
@@ -125,8 +125,20 @@ def read_layer_norm(
     return NormConfig(reader.positive_number(key, 1e-5), kind, has_bias=has_bias)
 
 
+def read_attention(
+    reader: ConfigReader, rope: RopeParameters | None, heads: Heads | None = None, **more: Any
+) -> AttentionConfig:
+    """Attention whose projections have biases if `attention_bias` says so; `more`: further fields."""
+    bias = reader.boolean("attention_bias", False)
+    return AttentionConfig(heads or read_heads(reader), rope, qkv_bias=bias, out_bias=bias, **more)
+
+
 def read_gated_mlp(reader: ConfigReader, *, bias: bool = False) -> GatedMLPConfig:
     return GatedMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", "silu"), bias)
+
+
+def read_plain_mlp(reader: ConfigReader, activation: str, *, bias: bool = False) -> PlainMLPConfig:
+    return PlainMLPConfig(reader.positive("intermediate_size"), reader.string("hidden_act", activation), bias)
 
 
 def read_decoder(
