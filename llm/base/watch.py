@@ -1,15 +1,17 @@
 """Whether what computes a model is hooked or patched: a fused or recorded path would bypass it.
 
 Owns `Patchable` and `Counted`, whose patches are counted, `patches_of`, which finds and names them, and `Watch`, which
-asks in every step. A patch is a function set on a class after it was defined, or on an object in the place of one of
-its class; a class that was defined with it, as a replacement is, is not patched.
+asks in every step. A patch is a function set on a class after it was defined, on a module of the rooms that compute
+steps after it was imported, or on an object in the place of one of its class; a class that was defined with it, as a
+replacement is, is not patched.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABCMeta
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -23,16 +25,25 @@ _PARTS = ("quant_method", "backend")
 _COUNTED = frozenset({"forward", "_forward_method", "_forward_hooks", "_forward_pre_hooks", *_PARTS})
 # Packages whose decorators leave a function what it is.
 _DECORATORS = frozenset({"torch", "functools", "contextlib", "typing", "abc"})
+# Whose functions a step may look up by name, and the packages whose functions may be among them.
+_ROOMS = ("llm.layers", "llm.models", "llm.quantization", "llm.kernels")
+_THEIR_PACKAGES = {"llm", "torch", "numpy", "transformers", "safetensors"} | sys.stdlib_module_names - {"unittest"}
 _CALL = nn.Module.__call__
 # torch counts a hook before it is in the module's dict, and another thread may ask in between.
 _LOOKS = 2
 
 
 class _Patches:
-    """Of all classes and objects of the process: how many there were, and what classes had before, by (class, name)."""
+    """Of all classes, modules and objects of the process.
+
+    Attributes:
+        count: how many there were.
+        of_classes, of_modules: by (class or module, name), what it had before.
+    """
 
     count = 0
     of_classes: ClassVar[dict[tuple[type, str], object]] = {}
+    of_modules: ClassVar[dict[tuple[ModuleType, str], object]] = {}
 
 
 class CountsPatches(ABCMeta):
@@ -63,6 +74,52 @@ def _note(cls: type, name: str, value: object) -> None:
 
 def _is_function(value: object) -> bool:
     return callable(value) or isinstance(value, property | classmethod)
+
+
+class _Room(ModuleType):
+    """A module that remembers which of its functions were set after it was imported."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        _note_function(self, name, value)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        _note_function(self, name, _ABSENT)
+        super().__delattr__(name)
+
+
+def _note_function(module: ModuleType, name: str, value: object) -> None:
+    before, known = vars(module).get(name, _ABSENT), _Patches.of_modules
+    # What was not there before nothing calls; and classes are looked up when a model is made.
+    if name.startswith("__") or before is _ABSENT or not _is_plain(before):
+        return
+    _Patches.count += 1
+    original = known.setdefault((module, name), before)
+    if value is original or (original is _ABSENT and _is_theirs(value)):
+        del known[module, name]
+
+
+def _count_in_modules() -> None:
+    """Note what sets functions of the rooms from now on, and those that are of other packages already."""
+    rooms = [name for name in [*sys.modules] if name.startswith(_ROOMS)]
+    for module in filter(None, map(sys.modules.get, rooms)):
+        if type(module) is not ModuleType:
+            continue
+        module.__class__ = _Room
+        for name, found in [*vars(module).items()]:
+            if not name.startswith("__") and _is_plain(found) and not _is_theirs(found):
+                _Patches.of_modules[module, name] = _ABSENT
+
+
+def _is_plain(value: object) -> bool:
+    """True of a function, or what is called as one."""
+    return callable(value) and not isinstance(value, type)
+
+
+def _is_theirs(function: object) -> bool:
+    """True if its code, or that of its class, is of a package that the rooms import."""
+    owner: str = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+    return owner.partition(".")[0] in _THEIR_PACKAGES
 
 
 class Counted(metaclass=CountsPatches):
@@ -97,7 +154,11 @@ def any_is_hooked(found: Sequence[Mapping[str, object]]) -> bool:
 
 
 def patches_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, object]]:
-    """("Class.name", what was set) of every patch of these modules, their methods of quantization and backends."""
+    """("Class.name", what was set) of every patch of these modules, their methods of quantization and backends, and
+    ("module.name", what was set) of functions in the rooms."""
+    _count_in_modules()
+    for module, name in list(_Patches.of_modules):
+        yield f"{module.__name__.removeprefix('llm.')}.{name}", vars(module).get(name, _ABSENT)
     objects = list(_objects(modules))
     classes = {base for kind in {type(item) for item in objects} for base in kind.__mro__}
     for cls, name in list(_Patches.of_classes):
@@ -151,6 +212,7 @@ class Watch:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        _count_in_modules()
         self._modules = tuple(modules)
         others = [module for module in self._modules if not isinstance(module, Patchable)]
         self._others = [vars(module) for module in others]

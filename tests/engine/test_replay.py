@@ -21,6 +21,7 @@ from llm.kernels.backend import NotRecordable
 from llm.layers.attention.backend import PagedAttention
 from llm.layers.linear import LinearBase
 from llm.layers.norm import RMSNorm
+from llm.models.decoder import layer as decoder_layer
 from llm.models.llama import LlamaForCausalLM
 from llm.quantization.base import PackedLinearMethod
 from llm.runner import recorded as replay
@@ -361,6 +362,7 @@ CLASSES = {
     "attention": (of_a_class(PagedAttention, "attend"), LAYERS),
     "the model": (of_a_class(LlamaForCausalLM, "compute_logits"), 1),
     "all methods": (of_a_class(PackedLinearMethod, "apply"), 4 * LAYERS + 1),
+    "a function of a module": (of_a_class(decoder_layer, "add_norm"), LAYERS),
     "every module": (of_a_class(torch.nn.Module, "__call__"), None),
 }
 OBJECTS = {
@@ -404,7 +406,7 @@ def test_a_class_patched_before_loading_runs_in_every_step(name: str, monkeypatc
             steps_of(opened)
             assert len(calls) == times * TOKENS * per_step
         [part] = [part for part in opened.explain().parts if part.kind == "patch"]
-        assert part.name.endswith(("forward", "_multiply", "attend", "compute_logits", "apply"))
+        assert part.name.endswith(("forward", "_multiply", "attend", "compute_logits", "apply", "add_norm"))
         assert __name__ in part.reason and "steps are not recorded" in part.reason
 
 

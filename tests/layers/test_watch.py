@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -113,6 +115,28 @@ def test_a_function_from_elsewhere_is_found_in_a_class_that_counts_nothing(monke
     assert not list(patches_of(mlp.modules()))
     monkeypatch.setattr(LlamaMLP, "forward", wrapped(LlamaMLP.forward))
     assert [name for name, _ in patches_of(mlp.modules())] == ["LlamaMLP.forward"]
+
+
+def test_a_patch_of_a_module_is_named_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first model is made, and after it. What is no function, or is new, is none."""
+    room, other = ModuleType("llm.models.made_up"), ModuleType("llm.models.made_up_too")
+    for module in (room, other):
+        vars(module).update(helper=watch.define, borrowed=functools.partial, constant=3, kind=Counted)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    vars(other)["helper"] = hooked
+    modules = [Counted()]
+    is_watched = Watch(modules)
+    assert is_watched() and list(patches_of(modules)) == [("models.made_up_too.helper", hooked)]
+    other.helper = watch.define  # type: ignore[attr-defined]
+    is_watched = settled(modules)
+    room.constant, room.kind, room.new = 4, Patchable, hooked  # type: ignore[attr-defined]
+    assert not is_watched()
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(room, "helper", hooked)
+            assert all(is_watched() for _ in range(5))
+            assert list(patches_of(modules)) == [("models.made_up.helper", hooked)]
+        assert not any(is_watched() for _ in range(5))
 
 
 def test_what_is_set_on_one_object_is_named() -> None:
