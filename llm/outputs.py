@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar, overload
 import numpy as np
 
 from llm import output_formats
-from llm.base.missing import missing_names
 from llm.base.optional import optional_package
 from llm.base.types import JsonObject
+from llm.base.vllm_paths import missing_names
 from llm.inputs import LoRARequest
 from llm.replies.calls import ToolCall
 from llm.sampling_params import SamplingParams

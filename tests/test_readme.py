@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from embedded import python
 
-from llm.config.arguments import ARGUMENTS, DIFFERENT
-from llm.config.differences import differences
+from llm.config.arguments import ARGUMENTS, DIFFERENT, differences
 from llm.models.registry import _FAMILIES
 from llm.quantization import registry
 from llm.quantize.overview import overview
@@ -106,7 +105,7 @@ def differences_of(page: str) -> str:
 
 
 def test_the_differences_from_vllm_are_those_of_the_tables() -> None:
-    """`python -m llm.config.differences` prints what belongs between the two comments."""
+    """`python -m llm.config.arguments` prints what belongs between the two comments."""
     assert differences_of((REFERENCE / "differences.md").read_text()) == differences()
 
 

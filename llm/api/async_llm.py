@@ -22,7 +22,7 @@ from llm.api.facade import LLM
 from llm.base.checks import check_choice, check_flag, refuse
 from llm.base.names import known_names
 from llm.base.types import JsonObject
-from llm.config.argument_check import CALLS
+from llm.config.arguments import CALLS
 from llm.errors import EngineClosedError
 from llm.inputs import LoRARequest
 from llm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput

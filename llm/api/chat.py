@@ -16,7 +16,7 @@ from llm.api.host import Host
 from llm.base.bar import UseTqdm
 from llm.base.names import known_names
 from llm.base.types import JsonObject
-from llm.config.argument_check import CALLS
+from llm.config.arguments import CALLS
 from llm.inputs import TokensPrompt
 from llm.outputs import RequestOutputs
 from llm.sampling_params import SamplingParams

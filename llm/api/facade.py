@@ -35,7 +35,7 @@ from llm.base.checks import check_flag
 from llm.base.forks import renew, tell_of_forks
 from llm.base.suggestions import METHODS
 from llm.config import compilation, env
-from llm.config.argument_check import check_arguments
+from llm.config.arguments import check_arguments
 from llm.config.engine import (
     DEFAULT_MAX_LORA_RANK,
     DEFAULT_MAX_LORAS,
@@ -61,7 +61,7 @@ from llm.loading.overrides import Overrides
 from llm.logger import init_logger, set_log_level
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
-from llm.startup.build import BuiltEngine, build_engine
+from llm.setup.build import BuiltEngine, build_engine
 
 if TYPE_CHECKING:
     import torch
@@ -150,7 +150,7 @@ class LLM(
         speculative_config: what drafts tokens that the model then verifies, several in a step; answers do not depend on
             it. `{"method": "ngram"}`: repeated text and forced tokens of a grammar; "auto": the same, but nothing where
             drafts could change an answer; `{"model": folder}`: a smaller model with the same tokenizer; None: nothing.
-            See `llm.config.speculative.SpeculativeConfig`.
+            See `llm.config.engine.SpeculativeConfig`.
         reasoning_config: `{"reasoning_start_str": ..., "reasoning_end_str": ...}`, the texts around reasoning where
             they are not the tokens <think> and </think>; for `thinking_token_budget`.
         runner: "generate" or "pooling": text is generated, or hidden states become vectors, classes or scores (`embed`,

@@ -20,7 +20,7 @@ from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice, refuse
 from llm.base.names import MISSING, wrong_names
 from llm.base.types import JsonObject
-from llm.config.argument_check import CALLS
+from llm.config.arguments import CALLS
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, output_without_run, warn_of_errors

@@ -13,7 +13,7 @@ from llm.api.adapters import give_adapters
 from llm.api.flow import Entry, Flow, FlowHost
 from llm.base.checks import check_choice, check_flag, refuse
 from llm.base.names import known_names
-from llm.config.argument_check import CALLS
+from llm.config.arguments import CALLS
 from llm.engine.preprocess import Place
 from llm.engine.prompts import iterate_prompts
 from llm.engine.rows import ON_TOO_LONG, AnyRow, RefusedRow

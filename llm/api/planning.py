@@ -1,6 +1,6 @@
 """The method of `LLM` that says what a model would take before it is loaded.
 
-Owns the method; `llm.startup.preview` has the plan.
+Owns the method; `llm.setup.preview` has the plan.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.base.checks import check_flag
-from llm.config.argument_check import check_arguments
+from llm.config.arguments import check_arguments
 from llm.config.engine import EMBEDDED_MODEL, EngineArgs
 
 if TYPE_CHECKING:
-    from llm.startup.preview import ModelPlan
+    from llm.setup.preview import ModelPlan
 
 _CALIBRATION_SECONDS = 0.5
 
@@ -35,7 +35,7 @@ class Planning:
         Raises:
             ValidationError, CheckpointError, UnsupportedModelError: as `LLM(...)` would.
         """
-        from llm.startup.preview import preview
+        from llm.setup.preview import preview
         from llm.tools.bench import calibrate as stored
         from llm.tools.bench.calibrate import calibrate as measure
 

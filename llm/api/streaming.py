@@ -16,7 +16,7 @@ from llm.api.host import Host
 from llm.base.names import known_names
 from llm.base.suggestions import ASKS_NOTHING
 from llm.base.types import JsonObject
-from llm.config.argument_check import CALLS
+from llm.config.arguments import CALLS
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
 from llm.engine.rows import Row

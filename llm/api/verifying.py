@@ -124,7 +124,7 @@ class Verifying:
 
 def _is_quantized(model: str | Path, arguments: Mapping[str, object]) -> bool:
     """The checkpoint is quantized already, as its headers say."""
-    from llm.startup.source import read_model
+    from llm.setup.source import read_model
 
     known = {item.name for item in fields(EngineArgs)} - {"quantization", "requantize", "calibration"}
     given: JsonObject = {name: value for name, value in arguments.items() if name in known}

@@ -1,4 +1,4 @@
-"""Seconds by phase, in order: what `llm.startup` shows.
+"""Seconds by phase, in order: what `LLM.startup` shows.
 
 Owns the one class.
 """

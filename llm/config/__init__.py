@@ -14,32 +14,28 @@ if TYPE_CHECKING:
     from llm.config.compilation import CompilationConfig as CompilationConfig
     from llm.config.compilation import CompilationMode as CompilationMode
     from llm.config.engine import CacheConfig as CacheConfig
+    from llm.config.engine import DeviceConfig as DeviceConfig
     from llm.config.engine import EngineArgs as EngineArgs
     from llm.config.engine import EngineConfig as EngineConfig
+    from llm.config.engine import LoadConfig as LoadConfig
     from llm.config.engine import ModelConfig as ModelConfig
+    from llm.config.engine import MultiModalConfig as MultiModalConfig
+    from llm.config.engine import ObservabilityConfig as ObservabilityConfig
+    from llm.config.engine import ParallelConfig as ParallelConfig
     from llm.config.engine import PoolerConfig as PoolerConfig
+    from llm.config.engine import ReasoningConfig as ReasoningConfig
     from llm.config.engine import SchedulerConfig as SchedulerConfig
+    from llm.config.engine import SpeculativeConfig as SpeculativeConfig
+    from llm.config.engine import StructuredOutputsConfig as StructuredOutputsConfig
     from llm.config.engine import VllmConfig as VllmConfig
-    from llm.config.parts import DeviceConfig as DeviceConfig
-    from llm.config.parts import LoadConfig as LoadConfig
-    from llm.config.parts import MultiModalConfig as MultiModalConfig
-    from llm.config.parts import ObservabilityConfig as ObservabilityConfig
-    from llm.config.parts import ParallelConfig as ParallelConfig
-    from llm.config.parts import ReasoningConfig as ReasoningConfig
-    from llm.config.parts import StructuredOutputsConfig as StructuredOutputsConfig
-    from llm.config.speculative import SpeculativeConfig as SpeculativeConfig
 
 _PUBLIC = {
     "compilation": ("CompilationConfig", "CompilationMode"),
     "engine": (
-        *("CacheConfig", "EngineArgs", "EngineConfig", "ModelConfig", "PoolerConfig", "SchedulerConfig"),
-        "VllmConfig",
+        *("CacheConfig", "DeviceConfig", "EngineArgs", "EngineConfig", "LoadConfig", "ModelConfig"),
+        *("MultiModalConfig", "ObservabilityConfig", "ParallelConfig", "PoolerConfig", "ReasoningConfig"),
+        *("SchedulerConfig", "SpeculativeConfig", "StructuredOutputsConfig", "VllmConfig"),
     ),
-    "parts": (
-        *("DeviceConfig", "LoadConfig", "MultiModalConfig", "ObservabilityConfig", "ParallelConfig", "ReasoningConfig"),
-        "StructuredOutputsConfig",
-    ),
-    "speculative": ("SpeculativeConfig",),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 

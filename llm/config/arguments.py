@@ -1,7 +1,8 @@
 """What happens to every constructor argument of vLLM's `LLM`: it is honoured, accepted, or refused.
 
-Owns the table `ARGUMENTS` of the names that `vllm.LLM(...)` takes: its parameters, every `EngineArgs` field of 0.32 and
-0.33, and a few that older scripts still use. `llm.config.argument_check` checks a call against it.
+`ARGUMENTS` has the names that `vllm.LLM(...)` takes: its parameters, every `EngineArgs` field of 0.32 and 0.33, and a
+few that older scripts still use. Calls of the methods of `LLM` are checked here too. `python -m llm.config.arguments`
+prints the tables of docs/reference/differences.md.
 
 The rule: an argument that cannot change the answers of one process on one device is ACCEPTED, with a note under
 `verbose`. One that would change them, or that the caller relies on, is REFUSED, except at the values that ask for
@@ -10,8 +11,16 @@ nothing, vLLM's default among them. Nothing is ignored silently.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Literal
+
+from llm import sampling_params
+from llm.base import suggestions as elsewhere
+from llm.errors import ArgumentError, ValidationError, nearest
+from llm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -343,3 +352,111 @@ DIFFERENT: dict[str, str] = {
     "device, num_threads, calibration, requantize, offload_weights, merge_lora, verbose": "not vLLM's; see `LLM`",
     "prefix_cache": "not vLLM's; a folder of `LLM.save_prefix_cache`",
 }
+
+
+# Keyword arguments that methods do not have -> what to do instead; see `llm.base.names`.
+CALLS: dict[str, str] = {
+    **{
+        item.name: f"it is a field of SamplingParams: pass sampling_params=SamplingParams({item.name}=...)"
+        for item in fields(SamplingParams)
+    },
+    **elsewhere.CALLS,
+}
+
+_HONOURED = [name for name, argument in ARGUMENTS.items() if argument.status == "honoured"]
+_SECRETS = frozenset({"hf_token"})  # never shown in a message
+
+
+def check_arguments(extra: Mapping[str, object]) -> list[str]:
+    """Check constructor arguments that are no parameter of `LLM`.
+
+    Returns:
+        One note per accepted argument, "name: why it changes nothing", shown under `verbose`.
+
+    Raises:
+        ValidationError: a refused value.
+        ArgumentError: a name that neither vLLM nor this library has.
+        TypeError: an honoured name, which `LLM` should have as a parameter: a bug here, not the user's mistake.
+    """
+    return [note for name, value in extra.items() if (note := _judge(name, value))]
+
+
+def _judge(name: str, value: object) -> str:
+    """The note for one argument, "" when there is none."""
+    argument = ARGUMENTS.get(name)
+    if argument is None:
+        if instead := elsewhere.CONSTRUCTOR.get(name):
+            raise ArgumentError(f"LLM has no argument {name!r}; {instead}.", parameter=name, value=value)
+        hint = nearest(name, _HONOURED) or nearest(name, ARGUMENTS) or f" It takes {', '.join(_HONOURED)}."
+        raise ArgumentError(f"LLM has no argument {name!r}, and neither has vLLM's.{hint}", parameter=name, value=value)
+    if argument.status == "honoured":
+        raise TypeError(f"{name!r} is a parameter of LLM itself, which should have taken it")
+    if argument.status == "accepted":
+        return "" if value is None else f"{name}: {argument.note}"
+    if not any(_equal(value, harmless) for harmless in argument.harmless):
+        shown = "..." if name in _SECRETS else " ".join(reprlib.repr(value).split())
+        raise ValidationError(f"{name}={shown} is refused: {argument.note}", parameter=name, value=value)
+    return ""
+
+
+def _equal(value: object, harmless: object) -> bool:
+    """`value == harmless` as one bool; False if the comparison has no single result (an array of several elements)."""
+    try:
+        return bool(value == harmless)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+_NAMES = {*ARGUMENTS, *(item.name for item in fields(SamplingParams))}
+
+
+def differences() -> str:
+    """The tables, each under a heading that says what it lists."""
+    tables = {
+        "`SamplingParams`, where it is different or has more": _table(
+            "field", "here", _described("Different from vLLM, on purpose", "Beyond vLLM")
+        ),
+        "Arguments of `LLM` with another default or a wider meaning": _table("argument", "here", DIFFERENT.items()),
+        "Refused, except at the values that ask for nothing": _table(
+            "argument", "why, and what to do instead", _by_note("refused")
+        ),
+        "Taken, and without an effect of its own on any answer": _table("argument", "why", _by_note("accepted")),
+    }
+    return "\n\n".join("\n".join([f"## {title}", "", *lines]) for title, lines in tables.items())
+
+
+def _described(*titles: str) -> list[tuple[str, str]]:
+    """(what, here) of the lists under these titles of the docstring; a further indented line continues the entry."""
+    found: list[tuple[str, str]] = []
+    for title in titles:
+        section = (sampling_params.__doc__ or "").split(f"    {title}\n", 1)[1].split("\n\n", 1)[0]
+        for line in section.splitlines():
+            what, _, here = line.strip().partition("  ")
+            if line.startswith("     "):
+                found[-1] = (found[-1][0], f"{found[-1][1]} {line.strip()}")
+            else:
+                found.append((what, here.strip()))
+    return found
+
+
+def _by_note(status: str) -> list[tuple[str, str]]:
+    """(names, note), one for each note."""
+    names: dict[str, list[str]] = {}
+    for name, argument in ARGUMENTS.items():
+        if argument.status == status:
+            names.setdefault(argument.note, []).append(name)
+    return [(", ".join(same), note) for note, same in names.items()]
+
+
+def _table(left: str, right: str, rows: Iterable[tuple[str, str]]) -> list[str]:
+    lines = [f"| {left} | {right} |", "|---|---|"]
+    return lines + [f"| {_code(what)} | {here} |" for what, here in rows]
+
+
+def _code(names: str) -> str:
+    """The names of arguments and fields as code."""
+    return re.sub(r"\w+", lambda word: f"`{word[0]}`" if word[0] in _NAMES else word[0], names)
+
+
+if __name__ == "__main__":
+    print(differences())

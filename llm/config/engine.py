@@ -1,34 +1,271 @@
-"""The engine's configuration: the arguments (`EngineArgs`), and the decisions with their reasons (`EngineConfig`).
+"""The engine's configuration: what was asked for (`EngineArgs`), and what was decided, with reasons (`EngineConfig`).
 
-Owns the defaults. Every value is resolved once and then frozen.
+`VllmConfig` and its parts have vLLM's names, for plugins and logits processors that read them; parts whose values are
+fixed here say so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llm.base.checks import refuse
+from llm.base.checks import check_integer, refuse
 from llm.config.compilation import CompilationConfig as CompilationConfig
 from llm.config.compilation import CompilationMode as CompilationMode
-from llm.config.parts import ConfigForPlugins
-from llm.config.parts import DeviceConfig as DeviceConfig
-from llm.config.parts import LoadConfig as LoadConfig
-from llm.config.parts import LoRAConfig as LoRAConfig
-from llm.config.parts import ObservabilityConfig as ObservabilityConfig
-from llm.config.parts import OffloadConfig as OffloadConfig
-from llm.config.parts import ParallelConfig as ParallelConfig
-from llm.config.parts import ReasoningConfig as ReasoningConfig
-from llm.config.parts import StructuredOutputsConfig as StructuredOutputsConfig
-from llm.config.speculative import SpeculativeConfig as SpeculativeConfig
+from llm.errors import ValidationError, nearest
 from llm.pooling_params import PoolerConfig as PoolerConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    device_type: str
+
+    @cached_property
+    def device(self) -> torch.device:
+        return torch.device(self.device_type)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    world_size: int = 1
+    rank: int = 0
+    data_parallel_rank: int = 0
+    nnodes: int = 1
+    node_rank: int = 0
+    enable_expert_parallel: bool = False
+    distributed_executor_backend: str = "uni"
+
+
+@dataclass(frozen=True)
+class MultiModalConfig:
+    """Of no model here: prompts are text. For the annotations of operations written for vLLM."""
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    load_format: str = "auto"
+    download_dir: None = None
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Where the weights are.
+
+    Attributes:
+        offload_weights: False: in memory; True: in a file what memory has no room for, read when it is used.
+        offload_folder: of that file; "" without one.
+        resident_weight_bytes: most bytes of weights that stay in memory beside the file.
+        planned_weight_bytes: of all weights, as far as the checkpoint tells; 0 for random weights.
+    """
+
+    offload_weights: bool = False
+    offload_folder: str = ""
+    resident_weight_bytes: int = 0
+    planned_weight_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StructuredOutputsConfig:
+    """JSON is generated without whitespace, so whitespace cannot repeat without end."""
+
+    backend: str = "guidance"
+    disable_any_whitespace: bool = True
+    disable_additional_properties: bool = False
+    reasoning_parser: str = ""
+    enable_in_reasoning: bool = False
+
+
+@dataclass(frozen=True)
+class ReasoningConfig:
+    """The texts around a model's reasoning, for `thinking_token_budget`; "": the tokens <think> and </think>.
+
+    `LLM.chat` reads reasoning by them; a `reasoning_parser` is not used.
+    """
+
+    reasoning_parser: str = ""
+    reasoning_start_str: str = ""
+    reasoning_end_str: str = ""
+
+    @classmethod
+    def of(cls, given: object) -> ReasoningConfig | None:
+        """From what the user passed: a dict of the fields, a `ReasoningConfig` or None."""
+        if given is None or isinstance(given, ReasoningConfig):
+            return given
+        names = [item.name for item in fields(cls)]
+        right = f"a dict of {', '.join(names)}, each a text, or None"
+        if not isinstance(given, Mapping) or not given.keys() <= set(names):
+            refuse("reasoning_config", given, right)
+        if not all(isinstance(text, str) for text in given.values()):
+            refuse("reasoning_config", given, right)
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class ObservabilityConfig:
+    otlp_traces_endpoint: None = None
+    collect_detailed_traces: None = None
+    show_hidden_metrics_for_version: None = None
+    kv_cache_metrics: bool = False
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Adapters that rows can have, for `enable_lora=True`.
+
+    Attributes:
+        max_loras: how many are in memory, and so in one step, at a time; rows with further ones wait.
+        max_lora_rank: the largest rank of one.
+        lora_memory_bytes: what `max_loras` adapters of that rank for every matrix but experts' take at most.
+    """
+
+    max_loras: int
+    max_lora_rank: int
+    lora_memory_bytes: int = 0
+
+
+class ConfigForPlugins:
+    """Base of `EngineConfig`: attributes of vLLM's config that are fixed here."""
+
+    parallel_config = ParallelConfig()
+    structured_outputs_config = StructuredOutputsConfig()
+    observability_config = ObservabilityConfig()
+    watermark_config = None
+    diffusion_config = None
+    kv_transfer_config = None
+    kv_events_config = None
+    ec_transfer_config = None
+    weight_transfer_config = None
+    instance_id = ""
+
+    @property
+    def additional_config(self) -> dict[str, object]:
+        """Options for a plugin: there are none, so a new, empty dict."""
+        return {}
+
+    @property
+    def device_config(self) -> DeviceConfig:
+        return DeviceConfig(self.device)  # type: ignore[attr-defined]
+
+    @property
+    def load_config(self) -> LoadConfig:
+        return LoadConfig(self.model_config.load_format)  # type: ignore[attr-defined]
+
+
+METHODS = ("ngram", "draft_model", "mtp", "eagle3")
+# vLLM's older names, one per family.
+_ALIASES = {f"{family}_mtp": "mtp" for family in ("deepseek", "glm4_moe", "qwen3_next", "qwen3_5")}
+_WITH_MODEL = ("draft_model", "eagle3")
+# A step with eight tokens of a row reads the weights once, as one with a single token does.
+DEFAULT_NUM_SPECULATIVE_TOKENS = 7
+MOST_SPECULATIVE_TOKENS = 63  # with the row's last token, as many as a recorded step has
+# vLLM's keys that ask for nothing at these values -> what to do instead.
+_HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
+    "draft_tensor_parallel_size": ((None, 1), "a model runs on one device"),
+    "disable_padded_drafter_batch": ((None, False, True), ""),
+    "enforce_eager": ((None, False, True), ""),
+    "rejection_sample_method": ((None, "strict"), "drafts are compared with the token that is drawn, which is exact"),
+    "revision": ((None,), "pass a local folder as model"),
+    "moe_backend": ((None, "auto"), "the platform chooses the kernels"),
+    "attention_backend": ((None, "auto"), "the platform chooses the kernels"),
+}
+_ELSEWHERE = {
+    "eagle": "heads of EAGLE 1 and 2 are not read",
+    "medusa": "Medusa heads are not read",
+    "suffix": "method='ngram' finds the longest repeated suffix",
+}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """What drafts tokens for the model to verify. Answers do not depend on it.
+
+    Attributes:
+        method: "ngram": the tokens that followed the longest earlier occurrence of the last tokens, and the tokens that
+            a grammar forces. "draft_model": a smaller model with the same tokenizer. "mtp": the layer for multi-token
+            prediction of the model's own checkpoint; of several the first. "eagle3": an EAGLE-3 head that was trained
+            for the model.
+        num_speculative_tokens: most drafts of a request in a step. Fewer are drafted where the times of the steps so
+            far and the request's accepted drafts say that more would cost more than they give.
+        prompt_lookup_min: shortest repeated suffix that is continued.
+        prompt_lookup_max: None; accepted from vLLM's users: the longest repeated suffix is at least as long.
+        model, quantization: of the draft model or of the EAGLE-3 head, as in `LLM`.
+        is_default: True if the user did not choose.
+    """
+
+    method: str = "ngram"
+    num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int | None = None
+    model: str | None = None
+    quantization: str | None = None
+    is_default: bool = False
+
+    @property
+    def has_head(self) -> bool:
+        """A head reads the target's hidden states."""
+        return self.method in ("mtp", "eagle3")
+
+    def __str__(self) -> str:
+        who = self.method if self.model is None else f"{self.method} {self.model}"
+        return f"{who}, at most {self.num_speculative_tokens} drafts"
+
+    @classmethod
+    def of(cls, given: object) -> SpeculativeConfig | None:
+        """From what the user passed: "auto", None, a dict or a `SpeculativeConfig`; None: nothing is drafted."""
+        if isinstance(given, SpeculativeConfig):
+            return given
+        if given is None or given == {}:
+            return None
+        if given == "auto":
+            return cls(is_default=True)
+        if not isinstance(given, Mapping):
+            refuse("speculative_config", given, "'auto', None, or a dict such as {'method': 'ngram'}")
+        return cls._read({str(key): value for key, value in given.items()})
+
+    @classmethod
+    def _read(cls, given: dict[str, Any]) -> SpeculativeConfig:
+        known = [item.name for item in fields(cls) if item.name != "is_default"]
+        for name in [name for name in given if name not in known]:
+            if name not in _HARMLESS:
+                right = f"one of {', '.join(known)}.{nearest(name, known)}"
+                raise ValidationError(f"speculative_config has the key {name!r}; it takes {right}", value=name)
+            harmless, instead = _HARMLESS[name]
+            if given.pop(name) not in harmless:
+                raise ValidationError(f"speculative_config[{name!r}] is refused: {instead}.", value=name)
+        if given.get("model") in ("ngram", "[ngram]") and given.get("method", "ngram") == "ngram":
+            given["model"], given["method"] = None, "ngram"  # vLLM's older name of the method
+        given.setdefault("method", "draft_model" if given.get("model") is not None else "ngram")
+        given["method"] = _ALIASES.get(str(given["method"]), given["method"])
+        config = cls(**given)
+        config._check()
+        return config
+
+    def _check(self) -> None:
+        if self.method not in METHODS:
+            instead = _ELSEWHERE.get(str(self.method), "it is unknown")
+            choice = ", ".join(map(repr, METHODS[:-1])) + f" or {METHODS[-1]!r}"
+            raise ValidationError(f"speculative_config method={self.method!r}: {instead}; use {choice}.")
+        check_integer("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_SPECULATIVE_TOKENS)
+        check_integer("prompt_lookup_min", self.prompt_lookup_min, 1)
+        if self.prompt_lookup_max is not None:
+            check_integer("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
+        if (self.method in _WITH_MODEL) != (self.model is not None):
+            right = "the folder of what drafts, with method='draft_model' or 'eagle3' only"
+            refuse("speculative_config['model']", self.model, right)
+
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny"
 DEFAULT_MAX_NUM_SEQS = 256

@@ -29,7 +29,7 @@ from llm.sampling.logits_processors.interface import LogitsProcessor
 
 @dataclass(frozen=True)
 class RunnerPlan:
-    """Everything a runner needs to build and load its model; made by `llm.startup.plan`.
+    """Everything a runner needs to build and load its model; made by `llm.setup.plan`.
 
     Attributes:
         platform: name of the platform to compute on, as `select_platform` takes it.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from llm.base.text import list_names
-from llm.config.parts import LoRAConfig
+from llm.config.engine import LoRAConfig
 from llm.engine.step import Adapter
 from llm.errors import CheckpointError
 from llm.kernels.backend import Backend

@@ -25,8 +25,7 @@ from llm import (
 )
 from llm.base.suggestions import CONSTRUCTOR, METHODS, SAMPLING
 from llm.config import EngineConfig
-from llm.config.argument_check import CALLS
-from llm.config.arguments import ARGUMENTS
+from llm.config.arguments import ARGUMENTS, CALLS
 from llm.errors import ArgumentError, CheckpointError, OutOfMemoryError, UnsupportedModelError
 from llm.sampling_params import RepetitionDetectionParams
 

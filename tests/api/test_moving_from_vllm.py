@@ -12,7 +12,7 @@ from embedded import GREEDY, PROMPTS, assert_idle, open_llm, run, tokens
 
 from llm import LLM, BeamSearchParams, SamplingParams, ValidationError
 from llm.config import CompilationConfig, env
-from llm.config.argument_check import check_arguments
+from llm.config.arguments import check_arguments
 from llm.engine import preprocess
 from llm.sampling.logits_processors import builtin
 

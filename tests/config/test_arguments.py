@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm.config.argument_check import check_arguments
-from llm.config.arguments import _GROUPS, ARGUMENTS, Argument
+from llm.config.arguments import _GROUPS, ARGUMENTS, Argument, check_arguments
 from llm.errors import ValidationError
 
 # Every parameter of vllm.LLM and every field of vllm.EngineArgs: 0.32.0, which has all that are named for 0.33.0.

@@ -15,11 +15,11 @@ from llm import LLM, SamplingParams
 from llm.base.threads import num_threads
 from llm.config.compilation import CompilationMode
 from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineArgs, EngineConfig
-from llm.config.plan import MemoryPlan, choose_snapshot_interval, plan_memory, plan_scheduler
 from llm.errors import OutOfMemoryError, ValidationError
 from llm.platforms import current_platform
 from llm.runner import model_runner
 from llm.runner.model_runner import ModelRunner
+from llm.setup.memory import MemoryPlan, choose_snapshot_interval, plan_memory, plan_scheduler
 
 MIB = 1 << 20
 

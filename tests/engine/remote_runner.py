@@ -19,7 +19,7 @@ from llm.engine.boundary import Runner
 from llm.errors import LLMError
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
-from llm.startup import build
+from llm.setup import build
 
 METHODS = frozenset(name for name in vars(Runner) if not name.startswith("_"))
 

@@ -33,9 +33,9 @@ from llm.platforms import select_platform
 from llm.platforms.cpu import CpuPlatform
 from llm.runner.model_runner import ModelRunner
 from llm.sampling_params import StructuredOutputsParams
-from llm.startup.build import make_runner
-from llm.startup.plan import make_plan
-from llm.startup.source import read_model
+from llm.setup.build import make_runner
+from llm.setup.plan import make_plan
+from llm.setup.source import read_model
 from llm.tools.bench.profile import profile
 
 
@@ -55,7 +55,7 @@ def pipe() -> Iterator[Connection]:
 
 def behind(pipe: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on every `LLM` that is opened has its runner in the other process."""
-    monkeypatch.setattr("llm.startup.build.make_runner", lambda platform: RemoteRunner(pipe, platform))
+    monkeypatch.setattr("llm.setup.build.make_runner", lambda platform: RemoteRunner(pipe, platform))
 
 
 # One row for each kind of cache, and packed weights. Not the toys: their classes are made while the tests run, and

@@ -19,7 +19,7 @@ from llm.layers.attention.latent import LatentAttention, LatentProjection
 from llm.layers.rotary import RopeParameters, yarn_score_factor
 from llm.loading.source import FolderSource
 from llm.quantization.unquantized import UnquantizedLinearMethod
-from llm.startup.absorbed import widened_bytes
+from llm.setup.memory import widened_bytes
 
 ROW = TINY_MODELS["minicpm3"]
 HEADS, KEY, VALUE, RANK = 3, 7, 9, 20

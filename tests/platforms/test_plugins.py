@@ -20,7 +20,7 @@ from llm.errors import LLMError, PluginError, ValidationError
 from llm.platforms import CpuPlatform, Platform, select_platform
 from llm.plugins import CONTRACT_VERSION, GENERAL_PLUGINS, PLATFORM_PLUGINS, load_class
 from llm.runner.model_runner import ModelRunner
-from llm.startup.extensions import kv_cache_specs, let_platform_update
+from llm.setup.extensions import kv_cache_specs, let_platform_update
 
 COUNTING = "calls = []\ndef register(): calls.append(1)\n"
 

@@ -38,7 +38,7 @@ from llm.quantization.quantizer import (
     static_activation,
 )
 from llm.quantization.storage.on_load import QuantizeOnLoad
-from llm.startup import own_texts
+from llm.setup import own_texts
 
 TEXTS = ["In the beginning God created the heaven and the earth.", "And it came to pass in those days, that"]
 quick = settings(max_examples=20)
@@ -329,7 +329,7 @@ def test_calibration_that_would_change_nothing_is_not_run(monkeypatch: pytest.Mo
     def refuse(*_: Any) -> None:
         raise AssertionError("calibration was run")
 
-    monkeypatch.setattr("llm.startup.build.calibrate", refuse)
+    monkeypatch.setattr("llm.setup.build.calibrate", refuse)
     with open_llm(quantization="w8a8", calibration=TEXTS) as llm:
         assert "the calibration texts were not run" in llm.config.reasons["quantization"]
     for asked in ("w4a8", {"scheme": "w8a8", "layers": {"*.down_proj": "w8a8_static"}}):

@@ -23,7 +23,7 @@ from llm.quantization.schemes.method import IntegerMethod
 from llm.quantization.schemes.table import SCHEMES
 from llm.quantization.storage.on_load import QuantizeOnLoad
 from llm.quantization.unquantized import new_parameter
-from llm.startup import build as startup
+from llm.setup import build as startup
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from llm.config.speculative import SpeculativeConfig
+from llm.config.engine import SpeculativeConfig
 from llm.engine.boundary import Runner, RunnerPlan
 from llm.engine.scheduler import scheduler_maker
 from llm.engine.step import SchedulerOutput

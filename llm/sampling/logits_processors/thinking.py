@@ -15,7 +15,7 @@ from llm.sampling.logits_processors.builtin import SparseLogitsProcessor
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llm.config.parts import ReasoningConfig
+    from llm.config.engine import ReasoningConfig
     from llm.tokenizer import Tokenizer
 
 _TEXTS = ("<think>", "</think>")  # where LLM(reasoning_config=) names no others

@@ -22,19 +22,18 @@ from llm.quantization.configs.online import OnlineConfig
 from llm.runner.model_runner import ModelRunner
 from llm.sampling.logits_processors.loading import load_logits_processors
 from llm.sampling_params import SamplingParams
-from llm.startup.adapters import merged_adapter
-from llm.startup.draft import draft_args, with_draft
-from llm.startup.eagle3 import eagle3_args, read_eagle3, with_eagle3
-from llm.startup.extensions import (
+from llm.setup.drafts import draft_args, eagle3_args, read_eagle3, with_draft, with_eagle3
+from llm.setup.extensions import (
     check_operations,
     check_quantization,
     let_platform_update,
     reasons_of_update,
     without_broken_platforms,
 )
-from llm.startup.own_texts import own_texts, refuse_pooling
-from llm.startup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons
-from llm.startup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer
+from llm.setup.memory import merged_adapter
+from llm.setup.own_texts import own_texts, refuse_pooling
+from llm.setup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons
+from llm.setup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from embedded import engine_of
 from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.config.plan import resident_weight_bytes
 from llm.errors import OutOfMemoryError, ValidationError
 from llm.layers.linear import ColumnParallelLinear
 from llm.loading import weight_file
@@ -24,6 +23,7 @@ from llm.loading.early import EarlyPacking
 from llm.loading.weight_file import WeightFile, check_folder
 from llm.platforms.cpu import CpuPlatform
 from llm.quantization.unquantized import UnquantizedLinearMethod
+from llm.setup.memory import resident_weight_bytes
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=2)
 PROMPTS = make_prompts(TINY_MODELS["qwen3-moe"])
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_moved_and_said(
     expected = run(folder)
     free = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * 3 // 4
     monkeypatch.setattr(CpuPlatform, "memory_free", lambda self: free)
-    monkeypatch.setattr("llm.config.plan._LEAST_HEADROOM", 0)
+    monkeypatch.setattr("llm.setup.memory._LEAST_HEADROOM", 0)
     with caplog.at_level(logging.WARNING, "llm"), LLM(folder, **OPTIONS) as llm:
         assert answers(llm) == expected
         text, explained = str(llm.config), str(llm.explain())

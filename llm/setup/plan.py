@@ -1,7 +1,7 @@
 """Every decision of start-up, with its reason.
 
 Owns deriving a `RunnerPlan` from the arguments (`EngineArgs`) and the model folder (`ReadModel`): plain data, nothing
-is built. `llm.config.plan` owns the arithmetic.
+is built. `llm.setup.memory` owns the arithmetic.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from llm.base.checks import refuse
 from llm.config import env
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import (
+    CACHE_DTYPES,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_SEQS,
     DTYPES,
@@ -29,37 +30,37 @@ from llm.config.engine import (
     ModelConfig,
     OffloadConfig,
     ReasoningConfig,
+    SpeculativeConfig,
 )
-from llm.config.plan import (
-    MemoryPlan,
-    plan_memory,
-    plan_scheduler,
-    resident_weight_bytes,
-    resolve_dtype,
-)
-from llm.config.speculative import SpeculativeConfig
 from llm.engine.boundary import PoolingPlan, RunnerPlan
-from llm.errors import OutOfMemoryError
-from llm.forward import StateSpec
+from llm.errors import OutOfMemoryError, ValidationError
+from llm.forward import QUANTIZED_CACHE_DTYPES, KVCacheSpec, LatentCacheSpec, PagedSpec, StateSpec, all_roll_back
 from llm.kernels.backend import Backend
+from llm.layers.attention import attention_backend
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.loader import stored_as
 from llm.loading.weight_file import check_folder, offload_folder
 from llm.platforms import Platform
 from llm.platforms.interface import supported_dtypes
 from llm.pooling_params import PoolerConfig
+from llm.quantization.base import QuantizationConfig
 from llm.quantization.configs.gguf import GGUFConfig
 from llm.quantization.configs.online import OnlineConfig
 from llm.quantization.configs.requantize import RequantizeConfig
 from llm.sampling.logits_processors.interface import LogitsProcessor
-from llm.startup.absorbed import widened_bytes
-from llm.startup.adapters import adapter_reasons, plan_adapters
-from llm.startup.drafts import choose_speculation
-from llm.startup.extensions import kv_cache_specs
-from llm.startup.kv_cache import check_cache, choose_cache_dtype
-from llm.startup.longest import longest_sequence
-from llm.startup.snapshots import snapshot_interval, snapshot_reasons
-from llm.startup.source import ReadModel
+from llm.setup.extensions import kv_cache_specs
+from llm.setup.memory import (
+    MemoryPlan,
+    adapter_reasons,
+    choose_snapshot_interval,
+    plan_adapters,
+    plan_memory,
+    plan_scheduler,
+    resident_weight_bytes,
+    resolve_dtype,
+    widened_bytes,
+)
+from llm.setup.source import ReadModel
 
 _TAKEN_AS_THEY_ARE = "block_size enable_prefix_caching load_format max_logprobs logprobs_mode seed revision".split()
 
@@ -412,3 +413,126 @@ def _weight_bytes(model: ReadModel, dtypes: Dtypes) -> int:
         )
         return as_stored + widened_bytes(model.architecture, named)
     return config.expected_bytes([(info.shape, info.nbytes) for info in tensors])
+
+
+def choose_speculation(
+    args: EngineArgs, specs: Sequence[StateSpec], backend: Backend, reasons: dict[str, str]
+) -> SpeculativeConfig | None:
+    """What drafts tokens. By default nothing does where drafts could change an answer."""
+    config = SpeculativeConfig.of(args.speculative_config)
+    reasons["speculative_config"] = args.why("speculative_config") + "; answers do not depend on it"
+    if config is None:
+        return None
+    takes_back = all_roll_back(specs)
+    if not takes_back and not config.is_default:
+        raise ValidationError(
+            "speculative_config cannot be used with this model: its code keeps recurrent states, from which it cannot "
+            "take back a rejected draft; leave it out.",
+            parameter="speculative_config",
+        )
+    if takes_back and (backend.invariant[0] or not config.is_default):
+        return config
+    why = "answers depend on the batch" if takes_back else "a rejected draft would stay in the recurrent states"
+    reasons["speculative_config"] = f"default; {why}"
+    return None
+
+
+def choose_cache_dtype(
+    args: EngineArgs, default: torch.dtype, config: QuantizationConfig | None
+) -> tuple[torch.dtype, str]:
+    """(dtype, reason). default: that of `dtype=`, or if that is "auto" of the weights; a checkpoint's static scales
+    come before it."""
+    static = None if config is None else config.static_cache
+    auto = default if static is None or not static.is_default else static.dtype
+    dtype, reason = resolve_dtype("kv_cache_dtype", args.kv_cache_dtype, auto, tuple(CACHE_DTYPES.values()))
+    if static is not None and static.dtype == dtype:
+        return dtype, f"{'' if reason == 'auto' else f'{reason}; '}static scales by {static.source}"
+    if reason == "auto":
+        unused = f"; kv_cache_dtype='fp8' uses the checkpoint's {static.source}" if static is not None else ""
+        return dtype, ("the weights' type" if args.dtype == "auto" else f"dtype={args.dtype}") + unused
+    if static is not None:
+        reason += f"; the static scales of {static.source} are not used"
+    return dtype, reason
+
+
+def check_cache(
+    given: object,
+    dtype: torch.dtype,
+    specs: Sequence[StateSpec],
+    platform: Platform,
+    config: QuantizationConfig | None = None,
+) -> str:
+    """What a quantized cache adds to its reason; "" of other types. Raises `ValidationError` if a state has none."""
+    if dtype not in QUANTIZED_CACHE_DTYPES:
+        return ""
+    paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
+    floats = "a float type, such as 'bfloat16'"
+    for spec in paged:
+        if isinstance(spec, LatentCacheSpec) and spec.scales:
+            continue
+        if not isinstance(spec, KVCacheSpec):
+            refuse("kv_cache_dtype", given, f"{floats}: this model keeps no keys and values of heads")
+        backend = attention_backend(platform, spec.head_size)
+        if not backend.reads_quantized:
+            refuse("kv_cache_dtype", given, f"{floats}: {backend.__name__} reads nothing else")
+    size = sum(spec.bytes_per_token() for spec in paged)
+    static = None if config is None else config.static_cache
+    heads = any(isinstance(spec, KVCacheSpec) for spec in paged)
+    scales = "; a scale per token and KV head" if heads else "; a scale per token of each part of the latent vector"
+    if static is not None and static.dtype == dtype:
+        scales = ""
+    # Of both types int8 alone is multiplied as integers, and of heads alone.
+    widened = "" if heads and dtype == torch.int8 else "; widened to float32 to be read: it saves memory, not time"
+    return f"{scales}; {size:,} bytes per token in all layers{widened}"
+
+
+# The tables may take 1 / this of the free memory, and always so many bytes.
+_SHARE, _LEAST_BYTES = 128, 16 << 20
+_BYTES = 4  # of a number of a table
+
+
+def longest_sequence(args: EngineArgs, model: ReadModel, specs: Sequence[StateSpec], free: int) -> tuple[int, str]:
+    """(positions, what limits them). With `max_model_len` given, the model's maximum."""
+    longest: int = model.architecture.max_position_embeddings
+    limit = None if model.pooling is None else model.pooling.modules.max_seq_length
+    if limit is not None:  # sentence-transformers' files say so
+        longest = min(longest, limit)
+    channels = max((spec.head_size for spec in specs if isinstance(spec, KVCacheSpec)), default=0)
+    table = _BYTES * channels * len(getattr(model.architecture, "ropes", ()))
+    fitting = longest if args.max_model_len is not None or not table else max(free // _SHARE, _LEAST_BYTES) // table
+    if fitting >= longest:
+        return longest, "the model's maximum"
+    return fitting, f"what rotary tables in 1/{_SHARE} of the free memory hold (the model's maximum is {longest})"
+
+
+def snapshot_interval(args: EngineArgs, specs: Sequence[StateSpec], model_impl: str) -> int:
+    """Tokens between two snapshots of recurrent states; 0: prefixes are not shared, or there are no such states.
+
+    transformers' code takes none: some of it computes a prompt's further chunks token by token.
+    """
+    block_size = args.block_size or DEFAULT_BLOCK_SIZE
+    if args.mamba_block_size is not None and args.mamba_block_size % block_size:
+        refuse("mamba_block_size", args.mamba_block_size, f"a multiple of block_size={block_size}")
+    per_request = sum(spec.bytes_per_request() for spec in specs)
+    if not args.enable_prefix_caching or not per_request or model_impl == "transformers":
+        return 0
+    per_token = sum(spec.bytes_per_token() for spec in specs)
+    return args.mamba_block_size or choose_snapshot_interval(per_token, per_request, block_size)
+
+
+def snapshot_reasons(args: EngineArgs, memory: MemoryPlan, model_impl: str) -> dict[str, str]:
+    """Field name of `CacheConfig` -> why it has its value."""
+    if not memory.num_state_slots:
+        none = "no layer keeps a recurrent state"
+        return {"num_state_snapshots": none, "mamba_block_size": none}
+    if not memory.mamba_block_size:
+        on_theirs = "transformers' code computes a prompt's further chunks slowly: recurrent states are not copied"
+        on_ours = "no sequence is long enough for a copy of its recurrent states, or there is no room for one"
+        why = on_theirs if model_impl == "transformers" else on_ours
+        return {"enable_prefix_caching": why if args.enable_prefix_caching else "asked for"}
+    why = "asked for" if args.mamba_block_size else "by the memory that a copy of the states takes"
+    return {
+        "enable_prefix_caching": f"{args.why('enable_prefix_caching')}; up to a multiple of mamba_block_size tokens",
+        "num_state_snapshots": "what sequences can use, or what memory is left; touched when used",
+        "mamba_block_size": f"tokens between copies of the recurrent states; {why}",
+    }

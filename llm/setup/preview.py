@@ -1,7 +1,7 @@
 """`LLM.plan`: what a model would take, before any of its weights is read.
 
 Owns the plan as data and as text, and the search for what would make a model fit. The decisions are those of start-up:
-`llm.startup.plan` makes them for both.
+`llm.setup.plan` makes them for both.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from llm.loading.headers import without_weights
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
 from llm.quantization.configs.online import OnlineConfig
-from llm.startup.extensions import let_platform_update, without_broken_platforms
-from llm.startup.plan import make_plan, weight_bytes_in_memory
-from llm.startup.sizes import ModelSizes
-from llm.startup.source import ReadModel, check_supported, read_model
+from llm.setup.extensions import let_platform_update, without_broken_platforms
+from llm.setup.memory import ModelSizes
+from llm.setup.plan import make_plan, weight_bytes_in_memory
+from llm.setup.source import ReadModel, check_supported, read_model
 
 # Lengths that the table of sequences has, besides the longest.
 _LENGTHS = (512, 2048, 8192, 32768)

@@ -1,12 +1,21 @@
-"""Decisions from numbers alone: KV cache size, lengths, batch sizes, dtypes. Each comes with its reason."""
+"""What weights, caches, states and adapters take, and the lengths and batch sizes that follow.
+
+Arithmetic on numbers and shapes, before anything is read or built. Each decision comes with its reason.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from llm.base.checks import refuse
+from llm.base.construction import constructing_for
 from llm.config.engine import (
     CACHE_DTYPES,
     DEFAULT_BLOCK_SIZE,
@@ -14,9 +23,25 @@ from llm.config.engine import (
     DEFAULT_MAX_NUM_SEQS,
     GIB,
     EngineArgs,
+    LoRAConfig,
     SchedulerConfig,
 )
-from llm.errors import OutOfMemoryError
+from llm.engine.boundary import ModelCost, RunnerPlan
+from llm.errors import OutOfMemoryError, ValidationError
+from llm.layers.parallel import SINGLE
+from llm.loading.adapters.folder import AdapterFolder
+from llm.loading.checkpoint import TensorInfo
+from llm.loading.loader import stored_as
+from llm.loading.resolve import resolve_folder
+from llm.models.decoder import DecoderConfig, LatentAttentionConfig
+from llm.models.interface import BuildOptions
+from llm.platforms import Platform
+from llm.quantization.base import QuantizationConfig
+from llm.quantization.configs.online import RECIPES, OnlineConfig
+from llm.quantization.schemes.method import IntegerMethod
+from llm.quantization.storage.streamed import StreamedStorage
+from llm.runner.cost import count_model
+from llm.setup.source import ReadModel
 
 _BYTES_PER_ID = 4
 # Beside offloaded weights: what loading and computing need at once, besides copies of the largest tensor.
@@ -218,3 +243,157 @@ def resolve_dtype(
         names = ", ".join(sorted({name_of.get(kind) or str(kind).removeprefix("torch.") for kind in allowed}))
         refuse(name, value, f"'auto' or one of {names}")
     return dtype, "asked for"
+
+
+# Rows that are packed for a layer's bytes per row; a multiple of every kernel's tile.
+_ROWS = 64
+
+
+class ModelSizes:
+    """Bytes of the weights of an unquantized checkpoint, as they are or quantized while they are read."""
+
+    def __init__(self, plan: RunnerPlan, platform: Platform) -> None:
+        self._plan = plan
+        self._platform = platform
+        with torch.device("meta"), self._constructing():
+            self._model: nn.Module = plan.model_class(plan.architecture, self._options())
+        self._sampled: dict[tuple[object, ...], tuple[float, int]] = {}
+
+    def cost(self) -> ModelCost:
+        """Of the model as it is stored."""
+        return count_model(self._model, self._plan.config.cache_config.kv_cache_dtype, self._plan.kv_cache_specs)
+
+    def by_scheme(self) -> dict[str, int]:
+        """Bytes by the names of `quantization=`; "none": as they are stored."""
+        found = {"none": self.weight_bytes(None)}
+        for name in RECIPES:
+            if name != "w8a8_static":  # takes what w8a8 takes, and needs texts
+                found[name] = self.weight_bytes(OnlineConfig.parse(name))
+        return found
+
+    def weight_bytes(self, config: QuantizationConfig | None) -> int:
+        """Raises `ValidationError` for a layer that the config cannot quantize."""
+        if config is not None:
+            config.packed_modules_mapping = getattr(self._plan.model_class, "packed_modules_mapping", {})
+        total = 0
+        counted: set[int] = set()
+        with self._constructing():
+            for name, module in self._model.named_modules():
+                own = [item for item in module.parameters(recurse=False) if id(item) not in counted]
+                counted.update(map(id, own))
+                kind = getattr(module, "quant_kind", "")
+                method = None
+                if config is not None and kind and own:
+                    method = config.get_quant_method(module, getattr(module, "prefix", "") or name)
+                if isinstance(method, IntegerMethod) and isinstance(method.storage, StreamedStorage):
+                    total += self._packed(method, method.storage, own[0]) + self._floats(module, own[1:])
+                else:
+                    total += self._floats(module, own)
+        return total
+
+    def _floats(self, module: nn.Module, parameters: list[nn.Parameter]) -> int:
+        """As the loader stores them: matrices in the type asked for, biases of matrices in float32."""
+        bias = getattr(module, "bias", None) if hasattr(module, "quant_kind") else None
+        return sum(
+            item.numel() * (4 if item is bias else stored_as(item.dtype, item.dim(), self._plan.store_as).itemsize)
+            for item in parameters
+        )
+
+    def _packed(self, method: IntegerMethod, storage: StreamedStorage, weight: torch.Tensor) -> int:
+        rows, columns = weight.shape
+        key = (method.scheme, type(storage), storage.bits, storage.group_size, columns, min(rows, _ROWS))
+        if key not in self._sampled:
+            self._sampled[key] = _sample(method, min(rows, _ROWS), columns, self._plan.config.model_config.weight_dtype)
+        per_row, once = self._sampled[key]
+        return round(per_row * rows) + once
+
+    def _constructing(self) -> AbstractContextManager[None]:
+        return constructing_for(self._platform, self._plan.config.compilation_config)
+
+    def _options(self) -> BuildOptions:
+        return replace(self._plan.build_options(SINGLE), quant_config=None)
+
+
+def _sample(method: IntegerMethod, rows: int, columns: int, dtype: torch.dtype) -> tuple[float, int]:
+    """(bytes per row, bytes whatever the rows) of a packed weight of random rows."""
+    layer: Any = nn.Module()
+    method.create_weights(layer, columns, [rows], columns, rows, torch.float32, weight_loader=_loaded_elsewhere)
+    # In the checkpoint's type: scales that are exact in 16 bits are held in 16.
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    layer.weight.weight_loader(layer.weight, values)
+    parts = {name: part.nbytes for name, part in layer.packed_weight.memory().items() if part is not None}
+    once = parts.pop("weight_table", 0) + parts.pop("weight_columns", 0)
+    return sum(parts.values()) / rows, once
+
+
+def _loaded_elsewhere(param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:
+    raise ValidationError("this storage is filled by another loader.")
+
+
+_NAME = ".kv_b_proj."
+_FLOAT32 = 4
+
+
+def widened_bytes(architecture: object, tensors: Mapping[str, TensorInfo]) -> int:
+    """It is held as float32 (`llm.quantization.absorbed`): so much more than what the file has of it."""
+    if not isinstance(architecture, DecoderConfig):
+        return 0
+    parts = [layer.attention for layer in architecture.layers if isinstance(layer.attention, LatentAttentionConfig)]
+    stored = {name: info for name, info in tensors.items() if _NAME in name}
+    if all(info.dtype.is_floating_point and info.dtype.itemsize > 1 for info in stored.values()):
+        return 0
+    values = sum(part.kv_lora_rank * part.heads * (part.qk_nope_head_dim + part.v_head_dim) for part in parts)
+    return max(0, values * _FLOAT32 - sum(info.nbytes for info in stored.values()))
+
+
+_BYTES = 4  # of an element: adapters are usually stored as float32
+
+
+def plan_adapters(
+    args: EngineArgs, model: ReadModel, platform: Platform, free: int | None
+) -> tuple[LoRAConfig | None, int]:
+    """The adapters that rows can have (None: `enable_lora` is off), and what they leave of the free memory,
+    of which there are `free` bytes, or what the platform says.
+
+    As many matrices as the checkpoint has, each with two of its sides by the largest rank. Those of experts come on
+    top: few adapters have them, and they would be most of the sum. In a checkpoint that packs its integers, a matrix
+    may have more channels than its tensor shows.
+    """
+    free = platform.memory_free() if free is None else free
+    if not args.enable_lora:
+        return None, free
+    shapes: list[tuple[int, ...]] = []
+    if model.has_weights:
+        tensors = model.source.tensors().tensors
+        shapes = [info.shape for name, info in tensors.items() if len(info.shape) == 2 and ".experts." not in name]
+    sides = sum(rows + columns for rows, columns in shapes)
+    needed = args.max_loras * args.max_lora_rank * sides * _BYTES
+    if needed > free:
+        raise OutOfMemoryError(
+            f"max_loras={args.max_loras} adapters of rank {args.max_lora_rank} take up to {needed} bytes and {free} "
+            "are free; lower max_loras or max_lora_rank."
+        )
+    return LoRAConfig(args.max_loras, args.max_lora_rank, needed), free - needed
+
+
+def merged_adapter(args: EngineArgs, model: ReadModel) -> Path | None:
+    """The folder of `merge_lora`, whose files are read once, before memory is allocated."""
+    if args.merge_lora is None:
+        return None
+    if not model.has_weights:
+        refuse("merge_lora", str(args.merge_lora), "None with load_format='dummy', which has no weights to add to")
+    folder = resolve_folder(args.merge_lora, weights=False, argument="merge_lora")
+    AdapterFolder(folder).close()
+    return folder
+
+
+def adapter_reasons(args: EngineArgs, model: ReadModel) -> dict[str, str]:
+    """Field name of `LoRAConfig` -> why it has its value."""
+    if not args.enable_lora:
+        return {"lora_config": args.why("enable_lora")}
+    most = "at most, by the checkpoint's tensors but those of experts; taken when an adapter is first used"
+    return {
+        "max_loras": args.why("max_loras"),
+        "max_lora_rank": args.why("max_lora_rank"),
+        "lora_memory_bytes": most if model.has_weights else "unknown: random weights",
+    }

@@ -18,7 +18,7 @@ from llm.errors import CheckpointError, OutOfMemoryError
 from llm.kernels.select import backend_for
 from llm.platforms import current_platform
 from llm.platforms.cpu import CpuPlatform
-from llm.startup import plan
+from llm.setup import plan
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=3)
 PROMPTS = make_prompts(TINY_MODELS["llama"])

@@ -12,7 +12,7 @@ from llm import SamplingParams, ValidationError
 from llm.forward import KVCacheSpec, LatentCacheSpec
 from llm.layers.attention import AttentionBackend
 from llm.platforms import current_platform
-from llm.startup.kv_cache import check_cache
+from llm.setup.plan import check_cache
 
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 NAMES = {"int8": INT8, "fp8": FLOAT8, "fp8_e4m3": FLOAT8, "int8_per_token_head": INT8, "fp8_per_token_head": FLOAT8}
@@ -58,7 +58,7 @@ def test_a_plugin_that_reads_floats_is_refused(monkeypatch: pytest.MonkeyPatch) 
     class Theirs(AttentionBackend):
         """As a plugin of an earlier release."""
 
-    monkeypatch.setattr("llm.startup.kv_cache.attention_backend", lambda platform, size: Theirs)
+    monkeypatch.setattr("llm.setup.plan.attention_backend", lambda platform, size: Theirs)
     platform = current_platform
     with pytest.raises(ValidationError, match="such as 'bfloat16': Theirs reads nothing else"):
         check_cache("int8", INT8, [KVCacheSpec(2, 8, INT8)], platform)

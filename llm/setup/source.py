@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ import torch
 
 from llm.base.checks import refuse
 from llm.base.types import JsonObject
-from llm.config.engine import DTYPES, EngineArgs
+from llm.config.engine import DTYPES, EngineArgs, SpeculativeConfig
 from llm.engine.boundary import PoolingPlan
-from llm.errors import CheckpointError, ValidationError, nearest
+from llm.errors import CheckpointError, UnsupportedModelError, ValidationError, nearest
 from llm.loading.checkpoint import TensorInfo
 from llm.loading.gguf.resolve import resolve_gguf
 from llm.loading.gguf.source import GgufSource
@@ -28,10 +28,10 @@ from llm.loading.quantization import Resolved, requantized, resolve_quantization
 from llm.loading.resolve import resolve_folder
 from llm.loading.source import FolderSource, ModelSource
 from llm.models.config_reader import ConfigReader
+from llm.models.decoder import DecoderConfig
+from llm.models.registry import resolve_model_cls, resolve_pooling_cls
 from llm.sampling_params import SamplingParams
-from llm.startup.draft_head import with_draft_head
-from llm.startup.implementation import Implementation, choose_implementation
-from llm.startup.pooling import Purpose, choose_purpose, plan_pooling, with_head
+from llm.setup.pooling import Purpose, choose_purpose, plan_pooling, with_head
 from llm.tokenizer import Tokenizer
 
 _NO_FOLDERS = ("auto", "vllm")
@@ -218,3 +218,84 @@ def _stored_dtype(source: ModelSource) -> torch.dtype:
     if not sizes:
         raise CheckpointError("the checkpoint holds no float32, bfloat16 or float16 tensors.")
     return sizes.most_common(1)[0][0]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A model class; `name`: "native" or "transformers", `why`: it was chosen for this reason."""
+
+    model_class: Any
+    name: str
+    why: str
+
+
+def choose_implementation(
+    reader: ConfigReader, model_impl: str, *, is_gguf: bool, pools: bool = False
+) -> Implementation:
+    """The class for a config.json, read or not; raises `UnsupportedModelError` if there is none.
+
+    `pools`: for one whose hidden states are pooled, which needs no head of the checkpoint's architecture.
+    """
+    if pools:
+        if model_impl == "transformers":
+            refuse("model_impl", model_impl, "'auto' or 'native' for a pooling model")
+        return Implementation(resolve_pooling_cls(reader.family), "native", "the class of config.json's model_type")
+    if model_impl == "transformers":
+        if is_gguf:
+            refuse("model_impl", model_impl, "'auto' for a GGUF file, whose tensors have other names")
+        return _of_transformers("asked for")
+    try:
+        native = resolve_model_cls(reader.names("architectures") or [], reader.family)
+    except UnsupportedModelError:
+        if model_impl != "auto" or is_gguf or not _may_run_on_transformers(reader):
+            raise
+        return _of_transformers(f"no class of this package for {reader.family}")
+    declined = _declined(native, reader)
+    if declined is not None and model_impl == "auto" and not is_gguf and _may_run_on_transformers(reader):
+        return _of_transformers(f"{native.__name__} leaves this one: {declined}")
+    reason = "registered for config.json's architectures or model_type"
+    return Implementation(native, "native", f"asked for; {reason}" if model_impl != "auto" else reason)
+
+
+def _declined(native: type, reader: ConfigReader) -> str | None:
+    """Why a native class computes some models of its family and not this one; None: it computes it."""
+    declines: Callable[[Mapping[str, object]], str | None] | None = getattr(native, "declines", None)
+    return None if declines is None else declines(reader.raw)
+
+
+def _of_transformers(why: str) -> Implementation:
+    from llm.models.transformers_backend.model import TransformersForCausalLM
+
+    return Implementation(TransformersForCausalLM, "transformers", why)
+
+
+def _may_run_on_transformers(reader: ConfigReader) -> bool:
+    """True for a causal language model of transformers; other uses of its layers are refused with the native reason."""
+    from llm.models.transformers_backend.model import known_to_transformers
+
+    name = known_to_transformers(reader.family)
+    return name is not None and name in (reader.names("architectures") or [name])
+
+
+def with_draft_head(args: EngineArgs, architecture: object, source: ModelSource, has_weights: bool) -> object:
+    """The architecture, with its head if `speculative_config` asks for it.
+
+    Raises:
+        ValidationError: it has none, or the checkpoint lacks its weights.
+    """
+    config = SpeculativeConfig.of(args.speculative_config)
+    if config is None or config.method != "mtp":
+        return architecture
+    head = architecture.multi_token if isinstance(architecture, DecoderConfig) else None
+    if head is None or not isinstance(architecture, DecoderConfig):
+        problem = "config.json names no layer for multi-token prediction that is read"
+    elif has_weights and not any(name.startswith(f"{head.prefix}.") for name in source.tensors().tensors):
+        problem = f"the checkpoint has no tensors under {head.prefix}, where its layer for multi-token prediction is"
+    else:
+        return replace(architecture, draft_head=head)
+    raise ValidationError(
+        f"speculative_config method='mtp' cannot be used with {str(args.model)!r}: {problem}; leave it out, or use "
+        "another method.",
+        parameter="speculative_config",
+        value="mtp",
+    )

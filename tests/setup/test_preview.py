@@ -19,7 +19,7 @@ from llm.cli import main
 from llm.errors import OutOfMemoryError
 from llm.loading.checkpoint import Checkpoint
 from llm.platforms.cpu import CpuPlatform
-from llm.startup.preview import ModelPlan
+from llm.setup.preview import ModelPlan
 from llm.tools.bench import calibrate as stored
 from llm.tools.bench.calibrate import Calibration, Rate, usable_cores
 
