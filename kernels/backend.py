@@ -11,9 +11,8 @@ names it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -82,26 +81,43 @@ OPERATIONS: dict[str, str] = {
 Operation = Callable[..., Any]
 
 
-class NotRecordable(Exception):
-    """A step cannot be recorded; the message says why."""
+class StepSize(NamedTuple):
+    """A size in which a backend records steps.
+
+    Attributes:
+        tokens, rows: the most that a step of this size has: its inputs have memory for so many. A smaller step is
+            padded with token 0 and empty rows, in block 0 of every cache and slot 0 of every state, which no request
+            has.
+        lines: the tokens of every row, if all rows have as many and all need logits (decode steps, with drafts or
+            without); 0: rows may have any number of tokens.
+        bound_to: what else a recording holds for, such as the number of threads.
+    """
+
+    tokens: int
+    rows: int
+    lines: int = 0
+    bound_to: Hashable = None
 
 
-class Program(Protocol):
-    """A recorded computation. Objects in `kept` live as long as it does."""
+class Recording(Protocol):
+    """A recorded computation.
 
-    kept: list[Any]
+    Attributes:
+        results: those of the computation that was recorded.
+        refusal: why it cannot be replayed; "": it can.
+    """
 
-    def run(self) -> bool:
-        """Replay on the current contents of the inputs. False: an input was refused and the outputs are undefined."""
+    results: Sequence[torch.Tensor]
+    refusal: str
 
+    def run(self, tokens: int = 0) -> Sequence[torch.Tensor] | None:
+        """Replay on what the inputs hold now; returns the results, which the next run overwrites.
 
-class SizedProgram(Protocol):
-    """A recorded computation for any number of tokens up to `most`."""
+        Args:
+            tokens: how many of the inputs count, and how many the results have; 0: as many as were recorded.
 
-    most: int
-
-    def run(self, tokens: int) -> bool:
-        """As `Program.run`, on the first `tokens` of the inputs."""
+        None: an input was refused, and the results are undefined.
+        """
 
 
 class ArrivingRows:
@@ -156,6 +172,8 @@ class Backend:
         variant: which of several builds this is, e.g. an instruction set; "": there is one.
         ops: all operations.
         records: True if `record` is supported.
+        records_kernels_only: what others compute than this backend's kernels would be left out of a recording without
+            notice, so steps are recorded only where nothing else computes (`EngineConfig.invariant`).
         rounds_bf16_inputs: GEMMs with bfloat16 weights are faster on activations rounded to bfloat16; activations are
             rounded where the model allows it (`Construction.may_round`).
         offloads: packed weights may be in the mapping of a file (`Construction.keep`).
@@ -164,6 +182,7 @@ class Backend:
     name: ClassVar[str] = ""
     variant: str = ""
     records: bool = False
+    records_kernels_only: bool = True
     rounds_bf16_inputs: bool = False
     offloads: bool = False
 
@@ -212,6 +231,11 @@ class Backend:
 
     # --- Memory. ---
 
+    @property
+    def shares_host_memory(self) -> bool:
+        """True if `upload` gives a tensor in the array's own memory."""
+        return self.device.type == "cpu"
+
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised float32 tensor for a result."""
         return torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -227,9 +251,9 @@ class Backend:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        """The array as a tensor on this backend's device; on a CPU it shares the array's memory."""
+        """The array as a tensor on this backend's device, a copy unless `shares_host_memory`."""
         tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
+        if self.shares_host_memory:
             return tensor
         return (tensor.pin_memory() if self.pins else tensor).to(self.device, non_blocking=self.pins)
 
@@ -238,27 +262,39 @@ class Backend:
 
     # --- Recording. ---
 
-    def record(self, tokens: int = 0, most: int = 0, like: Program | None = None) -> AbstractContextManager[Program]:
-        """A context in which operations run as usual and are recorded as a program that can be replayed.
+    def step_sizes(self, tokens: int, rows: int, lines: int) -> Sequence[tuple[StepSize, int | None]]:
+        """The sizes that serve a step, the best first; none: it is computed operation by operation.
+
+        With each, how many steps of it are computed before one is recorded; None: this step is not to be recorded, only
+        replayed if there is a recording.
 
         Args:
-            tokens, most: of a program for `for_any_size`: how many tokens there are, and how many there are to be.
-            like: a recording of the same computation. The operations are recorded and not run: their results have any
-                contents.
-
-        Raises:
-            NotRecordable: the program could not replay an operation; raised at the end of the context, when all have
-                run, or at its beginning.
+            tokens, rows: of the step.
+            lines: as of `StepSize`.
         """
-        raise NotRecordable(f"the {self.name} backend records nothing")
+        return ()
 
-    def for_any_size(self, small: Program, large: Program) -> SizedProgram:
-        """One program of two recordings of a computation, for fewer and for more tokens, on the same inputs.
+    def record(
+        self,
+        compute: Callable[[int], Sequence[torch.Tensor]],
+        tokens: int = 0,
+        size: StepSize | None = None,
+        fill: Callable[[int], None] | None = None,
+    ) -> Recording:
+        """Compute, and record what is computed.
 
-        Raises:
-            NotRecordable: they differ in more than the number of tokens.
+        The recording reads and writes the memory that `compute` read and wrote, and keeps what it made. What `compute`
+        changes in place, recurrent states for example, has been changed once afterwards, also where nothing could be
+        recorded. An error of `compute` is raised.
+
+        Args:
+            compute: computes the first n tokens of its inputs, and returns tensors with a row for each.
+            tokens: how many tokens the inputs hold now.
+            size: of the step; None: it is always replayed as it is.
+            fill: puts the first n tokens of the step into the inputs again, and padding behind them. A backend that
+                has to compute before it can record does so after `fill(0)`.
         """
-        raise NotRecordable(f"the {self.name} backend records nothing")
+        raise NotImplementedError(f"the {self.name} backend records nothing")
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -192,10 +192,7 @@ def _all_of(backend: Backend, name: str, calls: Calls, x: torch.Tensor) -> Calla
     """A function that runs each of `calls` once; few rows are replayed if the backend records."""
     if len(x) > _FEW_ROWS or not backend.records or name.startswith("torch"):
         return lambda: [call(x) for call in calls]
-    with backend.record() as program:
-        for call in calls:
-            call(x)
-    return program.run
+    return backend.record(lambda tokens: [call(x) for call in calls]).run
 
 
 def _time(function: Callable[[], Any]) -> float:

@@ -71,9 +71,12 @@ def _best(backend: Backend, case: Case, rows: int, seconds: float) -> tuple[floa
 def _prepared(backend: Backend, function: Callable[[], None]) -> Callable[[], object]:
     if not backend.records:
         return function
-    with backend.record() as program:
+
+    def compute(tokens: int) -> tuple[()]:
         function()
-    return program.run
+        return ()
+
+    return backend.record(compute).run
 
 
 def _least(functions: list[Callable[[], object]], seconds: float) -> list[float]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 
 import torch
 
-from llm.kernels.backend import OPERATIONS, Backend, Operation, Program
+from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from llm.kernels.backend import OPERATIONS, Backend, Operation, StepSize
 from llm.kernels.cpu import build
-from llm.kernels.cpu.any_size import AnySize
 from llm.kernels.cpu.arriving import RowPanels, arriving_rows
 from llm.kernels.cpu.library import Library, choose_target, load_library, requested_isa
-from llm.kernels.cpu.program import Program as Recording
-from llm.kernels.cpu.program import record
+from llm.kernels.cpu.program import AnySize, NotRecordable, Recorded, record
 from llm.kernels.reference.backend import pytorch
 from llm.platforms.interface import Platform
 
@@ -23,6 +22,12 @@ from llm.platforms.interface import Platform
 _MODULES = {"pack": "packed"}
 # What a compiler knows that does not know a target.
 _NEXT_BEST = {"amx": "avx512_vnni", "avx512_bf16": "avx512_vnni", "avx2_vnni": "avx2", "neon_i8mm": "neon"}
+# Of the program for steps of any size.
+MOST_TOKENS, MOST_ROWS = DEFAULT_MAX_NUM_BATCHED_TOKENS, 64
+# It is made of two recordings, of at least so many tokens and of a few of them.
+_LEAST_TOKENS, _FEW_TOKENS = 8, 5
+# With more tokens, the time between kernels is small compared to theirs.
+_MOST_OWN_TOKENS = 64
 
 
 class CpuBackend(Backend):
@@ -62,15 +67,47 @@ class CpuBackend(Backend):
         self.library.pool.clear()
         self.library.end_threads()
 
-    def record(self, tokens: int = 0, most: int = 0, like: Program | None = None) -> AbstractContextManager[Recording]:
-        if like is not None and not isinstance(like, Recording):
-            raise TypeError("`like` is a program that this backend recorded")
-        return record(self.library, tokens, most, like)
+    def step_sizes(self, tokens: int, rows: int, lines: int) -> Sequence[tuple[StepSize, int | None]]:
+        return _step_sizes(tokens, rows, lines, torch.get_num_threads())
 
-    def for_any_size(self, small: Program, large: Program) -> AnySize:
-        if not isinstance(small, Recording) or not isinstance(large, Recording):
-            raise TypeError("both are programs that this backend recorded")
-        return AnySize(small, large)
+    def record(
+        self,
+        compute: Callable[[int], Sequence[torch.Tensor]],
+        tokens: int = 0,
+        size: StepSize | None = None,
+        fill: Callable[[int], None] | None = None,
+    ) -> Recorded:
+        most = 0 if size is None or size.lines else size.tokens
+        results: Sequence[torch.Tensor] | None = None
+        try:
+            with record(self.library, tokens if most else 0, most) as large:
+                results = compute(tokens)
+            if not most:
+                return Recorded(results, large)
+            with record(self.library, _FEW_TOKENS, most, like=large) as small:  # runs no kernels
+                compute(_FEW_TOKENS)
+            return Recorded(results, AnySize(small, large))
+        except NotRecordable as reason:
+            return Recorded(results or (), None, str(reason))
+        except (IndexError, RuntimeError, ValueError) as reason:
+            if results is None:
+                raise
+            # A model that reads the rows' lengths does not fit a few of their tokens.
+            return Recorded(results, None, f"{type(reason).__name__}: {reason}")
+
+
+@functools.lru_cache(maxsize=256)
+def _step_sizes(tokens: int, rows: int, lines: int, threads: int) -> Sequence[tuple[StepSize, int | None]]:
+    """A program for each size of small decode steps that comes twice, and one for steps of any size."""
+    sizes: list[tuple[StepSize, int | None]] = []
+    has_own = lines > 0 and tokens <= _MOST_OWN_TOKENS
+    if has_own:
+        sizes.append((StepSize(tokens, rows, lines, threads), min(1, tokens - 1)))
+    if 1 < tokens <= MOST_TOKENS and rows <= MOST_ROWS:
+        # Recording takes little longer than computing: the first step like this is recorded.
+        after = 0 if tokens >= _LEAST_TOKENS and not has_own else None
+        sizes.append((StepSize(MOST_TOKENS, MOST_ROWS, 0, threads), after))
+    return sizes
 
 
 def kernel(name: str) -> Operation:

@@ -1,14 +1,14 @@
-"""What a runner reports about its model: plain data for `explain`, reports, calibration and saving.
+"""What a runner finds out about its model: its layers, their inputs and outputs, what varies with the batch.
 
-Owns all queries that need the model's modules or weights; no code outside the runner reads those.
+Hooks observe or keep inputs and outputs, for calibration and the quantization report. A hooked expert is called by
+itself, with its own tokens.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,120 +17,19 @@ from torch.utils.hooks import RemovableHandle
 
 from llm.base.custom_op import CustomOp
 from llm.base.replacement import replaced_class, replacement_reason
-from llm.config.defaults import library_defaults
-from llm.engine.boundary import Captured, LayerReport, ModelCost, ProfileRow, RunnerPlan
-from llm.errors import LLMError
-from llm.explain import Explanation, explain_runner
+from llm.engine.boundary import Captured, LayerReport
 from llm.layers.attention import Attention
 from llm.layers.attention.backend import PagedAttention
 from llm.layers.linear import LinearBase
 from llm.layers.moe import FusedMoE
-from llm.loading.gguf.source import GgufSource
-from llm.loading.weight_map import Target
-from llm.platforms.interface import Platform
 from llm.quantization.absorbed import AbsorbedLinearMethod
 from llm.quantization.quantizer import decibels, far_layers
 from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
 from llm.quantization.storage.requantized import Requantized
-from llm.runner.cost import count_model
-from llm.runner.profile import RunnerProfile
 
 
-class ModelInspection:
-    """The base class of `ModelRunner` with the queries about its model.
-
-    Attributes:
-        plan: what the model was built from.
-        targets: the target of each checkpoint tensor; empty for random weights.
-        offloaded: where the weights are, if a file has some of them; else "".
-    """
-
-    platform: Platform
-    plan: RunnerPlan
-    model: Any
-    targets: Mapping[str, Target]
-    offloaded: str
-    _observer: InputObserver
-    _capture: LayerCapture
-    _counter: ExpertCounter
-    _profile: RunnerProfile
-
-    def describe(self) -> Explanation:
-        """What computes the model's layers, and why."""
-        return explain_runner(type(self), self.platform, self.model, self.plan.config, self.offloaded)
-
-    def layer_reports(self) -> list[LayerReport]:
-        """Every layer with a weight, in the model's order."""
-        return _layer_reports(self.model, self.plan.config.model_config.weight_dtype)
-
-    def save(self, path: str | Path, format: str) -> Path:
-        """See `LLM.save_quantized`."""
-        from llm.quantize.save import save_quantized
-
-        if isinstance(self.plan.source, GgufSource):
-            raise LLMError(f"{self.plan.source.path} is in GGUF already, and is not written in another format.")
-        return save_quantized(self.model, self.targets, self.plan.source.folder, self.plan.hf_config, path, format)
-
-    def cost(self) -> ModelCost:
-        """What a step reads and computes."""
-        return count_model(self.model, self.plan.config.cache_config.kv_cache_dtype, self.plan.kv_cache_specs)
-
-    def start_profile(self) -> None:
-        """Start timing every operation."""
-        self._profile = RunnerProfile(self, self.plan.config.cache_config.kv_cache_dtype)
-
-    def stop_profile(self) -> list[ProfileRow]:
-        """The table of exclusive times since `start_profile`."""
-        rows = self._profile.stop()
-        del self._profile
-        return rows
-
-    def start_observing(self) -> None:
-        """Start collecting statistics of each linear layer's inputs."""
-        self._observer = InputObserver(self.model, self.platform.device)
-
-    def stop_observing(self) -> dict[str, ActivationStatistics]:
-        """Statistics of each linear layer's inputs since `start_observing`, by dotted path."""
-        statistics = self._observer.stop()
-        del self._observer
-        return statistics
-
-    def start_counting_experts(self) -> None:
-        """From now on count the tokens of each expert."""
-        self._counter = ExpertCounter(self.model)
-
-    def stop_counting_experts(self) -> dict[str, list[int]]:
-        """Tokens by expert since `start_counting_experts`, by the path of the layer; {}: there are no experts."""
-        counts = self._counter.stop()
-        del self._counter
-        return counts
-
-    def start_capturing(self, names: Sequence[str], limit_bytes: int) -> list[str]:
-        """Start keeping inputs and outputs of linear layers, for `take_captured` after each step.
-
-        Returns the captured layers: the first of `names` that together need at most `limit_bytes` per step.
-        """
-        tokens = self.plan.config.scheduler_config.max_num_batched_tokens
-        self._capture = LayerCapture(self.model, names, tokens, limit_bytes)
-        return self._capture.names
-
-    def take_captured(self) -> Captured:
-        """(input, output) of each captured layer since the last call."""
-        return self._capture.take()
-
-    def stop_capturing(self) -> None:
-        self._capture.stop()
-        del self._capture
-
-    @library_defaults()
-    def layer_noise(self, captured: Captured) -> dict[str, tuple[float, float]]:
-        """Per layer: (sum of squares of the captured outputs, of this model's errors on the captured inputs)."""
-        with self.platform.inference_mode():
-            return layer_noise(self.model, captured)
-
-
-def _layer_reports(model: Any, weight_dtype: torch.dtype) -> list[LayerReport]:
-    """`weight_dtype` is that of the unquantized weights."""
+def layer_reports(model: Any, weight_dtype: torch.dtype) -> list[LayerReport]:
+    """Every layer with a weight, in the model's order; `weight_dtype` is that of the unquantized weights."""
     reports = []
     inside: set[int] = set()
     for name, module in model.named_modules():

@@ -1,7 +1,4 @@
-"""The tensors that block tables and slots index.
-
-Owns grouping states by their specs. The backend allocates the memory.
-"""
+"""The tensors that block tables and slots index: allocating them, and reading and writing their rows."""
 
 from __future__ import annotations
 
@@ -55,48 +52,57 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CacheRows:
-    """The base class of `ModelRunner` that copies rows of its states."""
+    """The blocks and slots of a runner's states as rows, for the prompt cache on disk.
 
-    platform: Platform
-    plan: RunnerPlan
-    states: list[tuple[torch.Tensor, ...]]
-    _group_of_state: list[int]
+    An attention backend lays out its tensors as it likes, as long as one dimension grows with the number of blocks and
+    has them in order: the shapes for several numbers of blocks show which.
 
-    def cache_parts(self) -> list[CachePart]:
+    Args:
+        states: the tensors of each state of `plan.kv_cache_specs`.
+        groups: of each state, as `group_states` gives them.
+    """
+
+    def __init__(
+        self, platform: Platform, plan: RunnerPlan, states: Sequence[tuple[torch.Tensor, ...]], groups: Sequence[int]
+    ) -> None:
+        self._platform = platform
+        self._cache, self._specs = plan.config.cache_config, plan.kv_cache_specs
+        self._states, self._groups = states, groups
+
+    def parts(self) -> list[CachePart]:
         """Every tensor of every state, in the order of the layers.
 
         Raises:
             ValidationError: a block of some tensor is no row of it.
         """
         parts = []
-        for index, state in enumerate(self.states):
+        for index, state in enumerate(self._states):
             for number in range(len(state)):
                 rows = self._rows(index, number)
-                parts.append(CachePart(self._group_of_state[index], tuple(rows.shape[1:]), rows.dtype))
+                parts.append(CachePart(self._groups[index], tuple(rows.shape[1:]), rows.dtype))
         return parts
 
-    def read_cache(self, part: int, rows: Sequence[int]) -> torch.Tensor:
-        """A copy of these blocks or slots, [rows, *shape]; `part` counts the tensors as `cache_parts` does."""
+    def read(self, part: int, rows: Sequence[int]) -> torch.Tensor:
+        """A copy of these blocks or slots, [rows, *shape]; `part` counts the tensors as `parts` does."""
         return self._rows(*self._place(part))[torch.tensor(rows, dtype=torch.int64)].cpu().contiguous()
 
-    def write_cache(self, part: int, rows: Sequence[int], values: torch.Tensor) -> None:
+    def write(self, part: int, rows: Sequence[int], values: torch.Tensor) -> None:
         """Set these blocks or slots."""
         target = self._rows(*self._place(part))
         target[torch.tensor(rows, dtype=torch.int64)] = values.to(target.device)
 
     def _place(self, part: int) -> tuple[int, int]:
-        places = [(index, number) for index, state in enumerate(self.states) for number in range(len(state))]
+        places = [(index, number) for index, state in enumerate(self._states) for number in range(len(state))]
         return places[part]
 
     def _rows(self, index: int, number: int) -> torch.Tensor:
         """A view of a tensor's bits, [blocks or slots, *shape of one]."""
-        tensor = self.states[index][number]
+        tensor = self._states[index][number]
         bits = tensor.view(_BITS[tensor.itemsize])
-        if self._group_of_state[index] == SLOTS:
+        if self._groups[index] == SLOTS:
             return bits
-        cache, spec = self.plan.config.cache_config, self.plan.kv_cache_specs[index]
-        dim, width = self._block_in(spec, number)
-        count = cache.num_blocks + 1
+        dim, width = self._block_in(self._specs[index], number)
+        count = self._cache.num_blocks + 1
         return bits.narrow(dim, 0, count * width).unflatten(dim, (count, width)).movedim(dim, 0)
 
     def _block_in(self, spec: object, number: int) -> tuple[int, int]:
@@ -108,7 +114,7 @@ class CacheRows:
             width = shapes[1][dim] - shapes[0][dim]
             if shapes[3][dim] - shapes[2][dim] == 16 * width:
                 return dim, width
-        size = self.plan.config.cache_config.block_size
+        size = self._cache.block_size
         raise ValidationError(
             f"a prompt cache needs blocks that the kernels keep apart, and those of block_size={size} share memory; "
             "pass a block_size that is a multiple of 16.",
@@ -117,10 +123,10 @@ class CacheRows:
         )
 
     def _shape(self, spec: object, number: int, blocks: int) -> tuple[int, ...]:
-        size = self.plan.config.cache_config.block_size
+        size = self._cache.block_size
         if isinstance(spec, LatentCacheSpec):
             return spec.shape(blocks, size)
         if not isinstance(spec, KVCacheSpec):
             raise TypeError(f"{type(spec).__name__} is no {PagedSpec.__name__} of this package")
-        backend = attention_backend(self.platform, spec.head_size)
-        return backend.kv_cache_shapes(self.platform, spec, blocks, size)[number]
+        backend = attention_backend(self._platform, spec.head_size)
+        return backend.kv_cache_shapes(self._platform, spec, blocks, size)[number]

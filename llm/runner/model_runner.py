@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -21,9 +20,10 @@ from llm.base.phases import PhaseTimes
 from llm.base.threads import serial_pytorch
 from llm.config.defaults import library_defaults
 from llm.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
-from llm.engine.boundary import Loaded, RunnerPlan
+from llm.engine.boundary import CachePart, Captured, LayerReport, Loaded, ModelCost, ProfileRow, RunnerPlan
 from llm.engine.step import RunnerOutput, SchedulerOutput
-from llm.errors import OutOfMemoryError, ValidationError
+from llm.errors import LLMError, OutOfMemoryError, ValidationError
+from llm.explain import Explanation, explain_runner
 from llm.forward import (
     SLOTS,
     ForwardBatch,
@@ -39,18 +39,30 @@ from llm.layers.attention import attention_backend
 from llm.layers.parallel import tensor_parallel
 from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.adapters.merge import MergedTensors
+from llm.loading.gguf.source import GgufSource
 from llm.loading.loader import load_dummy_weights, load_weights, weights_changed
 from llm.loading.weight_file import WeightFile
 from llm.loading.weight_map import Target, stored_name
 from llm.models.eagle3 import Eagle3ForCausalLM
 from llm.platforms.interface import Platform
+from llm.quantization.storage.on_load import ActivationStatistics
 from llm.runner.adapters import ModelAdapters
 from llm.runner.batch import InputBatch, StepInput
-from llm.runner.inspection import ModelInspection, held_otherwise, what_varies
+from llm.runner.cost import count_model
+from llm.runner.inspection import (
+    ExpertCounter,
+    InputObserver,
+    LayerCapture,
+    held_otherwise,
+    layer_noise,
+    layer_reports,
+    what_varies,
+)
 from llm.runner.kv_cache import CacheRows, allocate_kv_caches, allocate_recurrent_states
 from llm.runner.logit_rows import LineReader
 from llm.runner.pooler import Pooler
-from llm.runner.recorded import DecodeReplay, RecordedHead, Scores
+from llm.runner.profile import RunnerProfile
+from llm.runner.recorded import RecordedSteps, Scores
 from llm.runner.speculation.head import HeadSource, PlacedHead, own_blocks
 from llm.runner.speculation.proposer import Proposer, propose
 from llm.runner.speculation.speculator import make_proposer
@@ -64,7 +76,7 @@ R = TypeVar("R")
 _LOGITS_BYTES = 64 << 20
 
 
-class ModelRunner(ModelInspection, CacheRows):
+class ModelRunner:
     """Runs a model (see `llm.models.interface.CausalLM`) on this process's device; `load` builds the model.
 
     A platform may name a subclass in `Platform.get_model_runner_cls`. A subclass may override each of `place_model`,
@@ -76,8 +88,8 @@ class ModelRunner(ModelInspection, CacheRows):
         self.backend = backend_for(platform)
         self.model: Any = None
         self.states: list[tuple[torch.Tensor, ...]] = []
-        # None: no step is replayed.
-        self.replay: DecodeReplay | None = None
+        # None: no step is recorded.
+        self.recorded: RecordedSteps | None = None
         # None: `enable_lora` is off.
         self.adapters: ModelAdapters | None = None
         # Where the weights are, if a file has some.
@@ -135,6 +147,7 @@ class ModelRunner(ModelInspection, CacheRows):
                 f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} cannot be allocated; lower it, max_num_seqs or "
                 "max_model_len."
             ) from error
+        self._cache_rows = CacheRows(self.platform, self.plan, self.states, self._group_of_state)
         self.batch = InputBatch(
             config.scheduler_config.max_num_seqs,
             config.model_config.max_model_len,
@@ -150,9 +163,8 @@ class ModelRunner(ModelInspection, CacheRows):
             self.adapters = ModelAdapters(self.model, config.lora_config, self.backend)
         if self.plan.pooling is not None:
             self.pooler = Pooler(self.plan.pooling, self.model, self.backend)
-        # A recorded step would not fetch the experts that are in a file. A pooling model has no steps like another.
-        elif config.invariant and self.backend.records and not config.offload_config.offload_weights:
-            self.replay = self._new_replay()
+        elif self._may_record(config):
+            self.recorded = self._new_recorded()
         device, custom = self.platform.device, self.plan.logits_processors
         self.processors = LogitsProcessors(config, device, custom, self.backend)
         self.sampler = Sampler(config.model_config.logprobs_mode, self.backend)
@@ -217,8 +229,8 @@ class ModelRunner(ModelInspection, CacheRows):
                 return function(self.model)
         finally:
             weights_changed(self.model)
-            if self.replay is not None:
-                self.replay = self._new_replay()
+            if self.recorded is not None:
+                self.recorded = self._new_recorded()
 
     def check_adapter(self, path: str) -> str:
         """The digest of an adapter's files.
@@ -258,10 +270,101 @@ class ModelRunner(ModelInspection, CacheRows):
         weights = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         for tensor in (*weights, *states):
             tensor.data = torch.empty(0, device=tensor.device)
-        self.model = self.head = self.replay = self.proposer = self.pooler = self.adapters = None
+        self.model = self.head = self.recorded = self.proposer = self.pooler = self.adapters = None
         self.states = []
         self.backend.clear()
         self.platform.release_memory()
+
+    # --- Rows of its caches, between steps. ---
+
+    def cache_parts(self) -> list[CachePart]:
+        """Every tensor of every state; see `CacheRows`."""
+        return self._cache_rows.parts()
+
+    def read_cache(self, part: int, rows: Sequence[int]) -> torch.Tensor:
+        """A copy of these blocks or slots, [rows, *shape]; `part` counts the tensors as `cache_parts` does."""
+        return self._cache_rows.read(part, rows)
+
+    def write_cache(self, part: int, rows: Sequence[int], values: torch.Tensor) -> None:
+        """Set these blocks or slots."""
+        self._cache_rows.write(part, rows, values)
+
+    # --- Queries about the model. ---
+
+    def describe(self) -> Explanation:
+        """What computes the model's layers, and why."""
+        return explain_runner(type(self), self.platform, self.model, self.plan.config, self.offloaded)
+
+    def layer_reports(self) -> list[LayerReport]:
+        """Every layer with a weight, in the model's order."""
+        return layer_reports(self.model, self.plan.config.model_config.weight_dtype)
+
+    def save(self, path: str | Path, format: str) -> Path:
+        """See `LLM.save_quantized`."""
+        from llm.quantize.save import save_quantized
+
+        if isinstance(self.plan.source, GgufSource):
+            raise LLMError(f"{self.plan.source.path} is in GGUF already, and is not written in another format.")
+        return save_quantized(self.model, self.targets, self.plan.source.folder, self.plan.hf_config, path, format)
+
+    def cost(self) -> ModelCost:
+        """What a step reads and computes."""
+        return count_model(self.model, self.plan.config.cache_config.kv_cache_dtype, self.plan.kv_cache_specs)
+
+    def start_profile(self) -> None:
+        """Start timing every operation."""
+        self._profile = RunnerProfile(self, self.plan.config.cache_config.kv_cache_dtype)
+
+    def stop_profile(self) -> list[ProfileRow]:
+        """The table of exclusive times since `start_profile`."""
+        rows = self._profile.stop()
+        del self._profile
+        return rows
+
+    def start_observing(self) -> None:
+        """Start collecting statistics of each linear layer's inputs."""
+        self._observer = InputObserver(self.model, self.platform.device)
+
+    def stop_observing(self) -> dict[str, ActivationStatistics]:
+        """Statistics of each linear layer's inputs since `start_observing`, by dotted path."""
+        statistics = self._observer.stop()
+        del self._observer
+        return statistics
+
+    def start_counting_experts(self) -> None:
+        """From now on count the tokens of each expert."""
+        self._counter = ExpertCounter(self.model)
+
+    def stop_counting_experts(self) -> dict[str, list[int]]:
+        """Tokens by expert since `start_counting_experts`, by the path of the layer; {}: there are no experts."""
+        counts = self._counter.stop()
+        del self._counter
+        return counts
+
+    def start_capturing(self, names: Sequence[str], limit_bytes: int) -> list[str]:
+        """Start keeping inputs and outputs of linear layers, for `take_captured` after each step.
+
+        Returns the captured layers: the first of `names` that together need at most `limit_bytes` per step.
+        """
+        tokens = self.plan.config.scheduler_config.max_num_batched_tokens
+        self._capture = LayerCapture(self.model, names, tokens, limit_bytes)
+        return self._capture.names
+
+    def take_captured(self) -> Captured:
+        """(input, output) of each captured layer since the last call."""
+        return self._capture.take()
+
+    def stop_capturing(self) -> None:
+        self._capture.stop()
+        del self._capture
+
+    @library_defaults()
+    def layer_noise(self, captured: Captured) -> dict[str, tuple[float, float]]:
+        """Per layer: (sum of squares of the captured outputs, of this model's errors on the captured inputs)."""
+        with self.platform.inference_mode():
+            return layer_noise(self.model, captured)
+
+    # --- What a platform's runner may override. ---
 
     def place_model(self, model: Any) -> Any:
         """Move the model, whose weights are loaded and processed in CPU memory, to the platform's device."""
@@ -329,7 +432,7 @@ class ModelRunner(ModelInspection, CacheRows):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [N, H] of the step's tokens; the next step may overwrite them."""
         reads_experts = batch.adapter_ids is not None and self.adapters is not None and self.adapters.change_experts
-        hidden = None if self.replay is None or reads_experts else self.replay.run(batch)
+        hidden = None if self.recorded is None or reads_experts else self.recorded.run(batch)
         if hidden is not None:
             return hidden
         return self.model.forward(batch) if self.adapters is None else self._compute(batch)
@@ -341,20 +444,32 @@ class ModelRunner(ModelInspection, CacheRows):
             return forward(batch)
         return self.adapters.compute(lambda: forward(batch), batch.adapter_ids)
 
-    def _new_replay(self) -> DecodeReplay:
+    def _may_record(self, config: EngineConfig) -> bool:
+        """Whether steps may be recorded with these arguments."""
+        if not self.backend.records or (self.backend.records_kernels_only and not config.invariant):
+            return False
+        return not config.offload_config.offload_weights  # a recorded step would not fetch experts from the file
+
+    def _new_recorded(self) -> RecordedSteps:
         is_plain = self.adapters is None or not self.adapters.change_head
-        is_recorded = is_plain and type(self).compute_logits is ModelRunner.compute_logits
-        head = partial(RecordedHead, self.backend, self.compute_logits, self._vocab_size) if is_recorded else None
-        rolls_back = all_roll_back(self.plan.kv_cache_specs)
-        return DecodeReplay(self.model, self.backend, self.batch.max_blocks, self._compute, head, rolls_back)
+        records_head = is_plain and type(self).compute_logits is ModelRunner.compute_logits
+        return RecordedSteps(
+            self.model,
+            self.backend,
+            self.batch.max_blocks,
+            forward=None if self.adapters is None else self._compute,
+            compute_logits=self.compute_logits if records_head else None,
+            vocab_size=self._vocab_size,
+            rolls_back=all_roll_back(self.plan.kv_cache_specs),
+        )
 
     def _load_adapters(self, plan: SchedulerOutput) -> None:
         """Load the adapters of new rows. Recorded steps read the matrices that were there, so they are dropped."""
         for row in plan.new_rows:
             if row.adapter is None or self.adapters is None:
                 continue
-            if self.adapters.load(row.adapter_slot, row.adapter) and self.replay is not None:
-                self.replay = self._new_replay()
+            if self.adapters.load(row.adapter_slot, row.adapter) and self.recorded is not None:
+                self.recorded = self._new_recorded()
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, H] -> float32 [rows, vocab]."""
@@ -384,9 +499,9 @@ class ModelRunner(ModelInspection, CacheRows):
 
     def _scores(self, hidden: torch.Tensor) -> Scores | None:
         """What a recorded step gives in place of `compute_logits`; None: it was not recorded, or is patched."""
-        if self.replay is None or "compute_logits" in vars(self.model):
+        if self.recorded is None or "compute_logits" in vars(self.model):
             return None
-        return self.replay.scores(hidden)
+        return self.recorded.scores(hidden)
 
     def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
         """Sample and score the step's lines from the hidden states [N, H]."""

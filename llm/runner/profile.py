@@ -97,7 +97,7 @@ class RunnerProfile:
     """Patches a model runner, until `stop`.
 
     Args:
-        runner: has `platform`, `model`, `batch`, `sampler`, `replay` and `execute`.
+        runner: has `platform`, `model`, `batch`, `sampler`, `recorded` and `execute`.
         kv_cache_dtype: of its caches.
     """
 
@@ -105,8 +105,8 @@ class RunnerProfile:
         self._recorder = recorder = Recorder(runner.platform.synchronize)
         self._stack = ExitStack()
         patch = self._stack.enter_context
-        # A replayed step calls no operations: replay is off.
-        patch(replaced(runner, "replay", None))
+        # Replayed steps call no operations: they are off.
+        patch(replaced(runner, "recorded", None))
         patch(replaced(runner.batch, "build", _noting_spans(runner.batch, recorder)))
         for target, attribute, name, work in _operations(runner.model, kv_cache_dtype, recorder):
             patch(replaced(target, attribute, recorder.wrap(getattr(target, attribute), name, OPERATION, work)))

@@ -1,29 +1,40 @@
-"""The LM head of recorded steps: from the hidden states that one leaves to the logits, and the likeliest tokens.
+"""Recorded steps: what a step computes is recorded once and replayed without Python.
 
-Owns the calls, recorded once like those of the layers (`llm.runner.recorded`).
+What may be recorded, in which sizes and how is the backend's (`Backend.step_sizes`, `Backend.record`): on a CPU the
+calls of its kernels, on a GPU a graph of its kernels. Here are the tensors that a recorded step reads: they stay where
+they are, and every step of its size is copied into them. The result is read from where the recording left it.
+
+On a CPU replay pays because the weights of a step evict Python's code and data from the caches: between two kernels
+Python is several times slower than elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from llm.base.watch import Watch
-from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
-from llm.kernels.backend import Backend, NotRecordable, Program, SizedProgram
+from llm.kernels.backend import Backend, Recording, StepSize
 
-# Logits of one recorded step, in bytes. With more of them Python's share of a step is small.
-_MOST_BYTES = 4 << 20
+Metadata = AttentionMetadata | RecurrentMetadata
+
+# Recordings with `lines` to keep; the least recently used is dropped first.
+_MAX_STEPS = 8
+_MAX_SEEN = 64
+# Logits of a step in bytes, for its LM head to be recorded. With more of them Python's share of a step is small.
+_MOST_LOGITS_BYTES = 4 << 20
+
+# Size, whether a row has an adapter, whether stored recurrent states are not to see drafts.
+_Key = tuple[StepSize, bool, bool]
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The logits of a step's lines; the next step like it overwrites them.
+class Scores(NamedTuple):
+    """The logits of a step's tokens; the next step like it overwrites them.
 
     Attributes:
         logits: float32 [L, vocab].
@@ -35,261 +46,29 @@ class Scores:
     tokens: torch.Tensor
 
 
-class RecordedHead:
-    """Computes the logits of `hidden`, float32 [L, H], which is always the same memory.
-
-    Args:
-        compute_logits: float32 [L, H] -> float32 [L, vocab_size].
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor],
-        vocab_size: int,
-        hidden: torch.Tensor,
-    ) -> None:
-        self._program: Program | None = None
-        if 4 * vocab_size * len(hidden) > _MOST_BYTES:
-            return
-        try:
-            with backend.record() as program:
-                logits = compute_logits(hidden)
-                largest, tokens = backend.op("argmax")(logits)
-        except NotRecordable:
-            return
-        self._program, self._scores = program, Scores(logits, largest, tokens)
-
-    def run(self) -> Scores | None:
-        """None: no kernels compute all of it, or it is too large."""
-        return self._scores if self._program is not None and self._program.run() else None
-
-
-# Memory is allocated for so many tokens.
-MOST_TOKENS = DEFAULT_MAX_NUM_BATCHED_TOKENS
-MOST_ROWS = 64
-# Of the shorter recording; the other one has at least _LEAST tokens.
-_FEW, _LEAST = 5, 8
-Forward = Callable[[ForwardBatch], torch.Tensor]
-Metadata = AttentionMetadata | RecurrentMetadata
-# Threads, whether a row has an adapter.
-_SizedKey = tuple[int, bool]
-
-
-@dataclass
-class _SizedStep:
-    """`inputs` has the tensors that `program` reads, `hidden` and `taps` what it writes, for the recorded step."""
-
-    program: SizedProgram
-    inputs: _Inputs
-    hidden: torch.Tensor
-    taps: list[torch.Tensor]
-
-
-class _Inputs:
-    """The tensors of a batch with MOST_TOKENS tokens in MOST_ROWS rows; rows that a step does not have are empty."""
-
-    def __init__(self, batch: ForwardBatch, max_blocks: int) -> None:
-        self._groups: list[int] = []  # per state, the index of its metadata
-        self._metadata: list[Metadata] = []
-        known: dict[int, int] = {}
-        for metadata in batch.metadata:
-            if id(metadata) not in known:
-                known[id(metadata)] = len(self._metadata)
-                self._metadata.append(_own_metadata(metadata, max_blocks))
-            self._groups.append(known[id(metadata)])
-        self._first_layers = [self._groups.index(group) for group in range(len(self._metadata))]
-        self._input_ids = batch.input_ids.new_zeros(MOST_TOKENS)
-        self._positions = batch.positions.new_zeros(MOST_TOKENS)
-        self._adapter_ids = None if batch.adapter_ids is None else batch.adapter_ids.new_zeros(MOST_TOKENS)
-
-    def fill(self, batch: ForwardBatch, tokens: int) -> None:
-        """Copy the first `tokens` of `batch`."""
-        self._input_ids[:tokens].copy_(batch.input_ids[:tokens])
-        self._positions[:tokens].copy_(batch.positions[:tokens])
-        if self._adapter_ids is not None and batch.adapter_ids is not None:
-            self._adapter_ids[:tokens].copy_(batch.adapter_ids[:tokens])
-        for layer, own in zip(self._first_layers, self._metadata, strict=True):
-            source = batch.metadata[layer]
-            rows = len(source.seq_lens)
-            if isinstance(own, RecurrentMetadata):
-                own.slots[:rows].copy_(source.slots)
-            else:
-                own.block_table[:rows, : source.block_table.shape[1]].copy_(source.block_table)
-                own.slot_mapping[:tokens].copy_(source.slot_mapping[:tokens])
-            own.query_start_loc.fill_(tokens)
-            own.query_start_loc[: rows + 1].copy_(source.query_start_loc.clamp(max=tokens))
-            own.seq_lens[:rows].copy_(source.seq_lens)
-
-    def batch(self, batch: ForwardBatch, tokens: int) -> ForwardBatch:
-        """As `batch`, with the first `tokens` of these tensors."""
-        own = [_first_tokens(item, tokens) for item in self._metadata]
-        return replace(
-            batch,
-            input_ids=self._input_ids[:tokens],
-            positions=self._positions[:tokens],
-            adapter_ids=None if self._adapter_ids is None else self._adapter_ids[:tokens],
-            metadata=[own[group] for group in self._groups],
-            taps=[],
-        )
-
-
-class SizedReplay:
-    """Computes the hidden states of steps with up to MOST_TOKENS tokens of up to MOST_ROWS rows.
-
-    Args:
-        backend: records.
-        max_blocks: the largest width of a block table.
-        forward: computes a step.
-        rolls_back: as of `RecurrentSpec`, of all states; if not, steps that change recurrent states are not recorded.
-
-    Attributes:
-        refusal: why recording was impossible; None: it was not.
-    """
-
-    def __init__(self, backend: Backend, max_blocks: int, forward: Forward, rolls_back: bool = True) -> None:
-        self.refusal: str | None = None
-        self._rolls_back = rolls_back
-        self._backend = backend
-        self._max_blocks = max_blocks
-        self._forward = forward
-        self._steps: dict[_SizedKey, _SizedStep] = {}
-
-    def run(self, batch: ForwardBatch, may_record: bool) -> torch.Tensor | None:
-        """The hidden states, float32 [N, H], overwritten by the next call; None if the step is not replayed."""
-        tokens = len(batch.input_ids)
-        if self.refusal is not None or not self._fits(batch, tokens):
-            return None
-        key = (torch.get_num_threads(), batch.adapter_ids is not None)
-        step = self._steps.get(key)
-        if step is None:
-            # Recording takes little longer than computing: the first step like this is recorded.
-            return self._record(key, batch, tokens) if may_record and tokens >= _LEAST else None
-        step.inputs.fill(batch, tokens)
-        # If a kernel refuses its arguments, the caller runs the model, which raises the error.
-        if not step.program.run(tokens):
-            return None
-        batch.taps = [_first(tap, tokens) for tap in step.taps]
-        return _first(step.hidden, tokens)
-
-    def _fits(self, batch: ForwardBatch, tokens: int) -> bool:
-        return (
-            1 < tokens <= MOST_TOKENS
-            and len(batch.metadata[0].seq_lens_list) <= MOST_ROWS
-            and all(isinstance(item, AttentionMetadata) or self._is_plain(item) for item in batch.metadata)
-        )
-
-    def _is_plain(self, metadata: RecurrentMetadata) -> bool:
-        return self._rolls_back and metadata.stored is None
-
-    def _record(self, key: _SizedKey, batch: ForwardBatch, tokens: int) -> torch.Tensor | None:
-        inputs = _Inputs(batch, self._max_blocks)
-        inputs.fill(batch, tokens)
-        own, hidden = inputs.batch(batch, tokens), None
-        try:
-            with self._backend.record(tokens, MOST_TOKENS) as large:
-                hidden = self._forward(own)
-            with self._backend.record(_FEW, MOST_TOKENS, like=large) as small:
-                self._forward(inputs.batch(batch, _FEW))
-        except NotRecordable as reason:
-            self.refusal = str(reason)
-        except (IndexError, RuntimeError, ValueError) as reason:
-            # A model that reads the rows' lengths does not fit a few of their tokens. If the step itself raised, the
-            # caller computes it, which raises again; but states that have changed must not change twice.
-            if hidden is None and any(isinstance(item, RecurrentMetadata) for item in batch.metadata):
-                raise
-            self.refusal = f"{type(reason).__name__}: {reason}"
-        else:
-            program = self._in_one(small, large)
-            if program is not None:
-                self._steps[key] = _SizedStep(program, inputs, hidden, own.taps)
-        # Recorded or not, it has run.
-        if hidden is not None:
-            batch.taps = own.taps
-        return hidden
-
-    def _in_one(self, small: Program, large: Program) -> SizedProgram | None:
-        try:
-            return self._backend.for_any_size(small, large)
-        except NotRecordable as reason:
-            self.refusal = str(reason)
-            return None
-
-
-def _own_metadata(metadata: Metadata, max_blocks: int) -> Metadata:
-    starts = metadata.query_start_loc.new_zeros(MOST_ROWS + 1)
-    lengths = metadata.seq_lens.new_zeros(MOST_ROWS)
-    if isinstance(metadata, RecurrentMetadata):
-        none = [0] * (MOST_ROWS - len(metadata.seq_lens))
-        return RecurrentMetadata(
-            metadata.slots.new_zeros(MOST_ROWS),
-            starts,
-            lengths,
-            metadata.query_lens_list + none,
-            metadata.seq_lens_list + none,
-        )
-    return replace(
-        metadata,
-        block_table=metadata.block_table.new_zeros(MOST_ROWS, max_blocks),
-        slot_mapping=metadata.slot_mapping.new_zeros(MOST_TOKENS),
-        query_start_loc=starts,
-        seq_lens=lengths,
-        plan=None,
-    )
-
-
-def _first_tokens(metadata: Metadata, tokens: int) -> Metadata:
-    if isinstance(metadata, RecurrentMetadata):
-        return metadata
-    return replace(metadata, slot_mapping=metadata.slot_mapping[:tokens])
-
-
-def _first(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The result for so many tokens, in the storage of the recorded one's."""
-    return tensor.as_strided((tokens, *tensor.shape[1:]), tensor.stride(), tensor.storage_offset())
-
-
-# With more tokens, the time between kernels is small compared to theirs.
-MAX_TOKENS = 64
-# Recorded steps to keep; the least recently used is dropped first.
-_MAX_STEPS = 8
-_MAX_SEEN = 64
-
-
-# Rows, lines per row, threads, whether a row has an adapter, whether recurrent states are not to see drafts.
-_Key = tuple[int, int, int, bool, bool]
-
-
 @dataclass
 class _Step:
-    """A recorded step: `batch` has the tensors it reads, `hidden` is its result.
+    """A recorded step. `head`: what computes the logits of its hidden states, once it was asked for them."""
 
-    `first_layers`: the first layer of each group; the layers of a group share one metadata object.
-    `tables`: first layer -> the block table that was copied last: there is a new tensor when a table has changed.
-    `head`: what computes the logits of `hidden`, once it was asked for them.
-    """
-
-    program: Program
-    batch: ForwardBatch
-    hidden: torch.Tensor
-    first_layers: list[int]
-    tables: dict[int, torch.Tensor]
-    head: RecordedHead | None = None
+    recording: Recording
+    inputs: StepInputs
+    head: Recording | None = None
 
 
-class DecodeReplay:
-    """Computes the hidden states of decode steps.
+class RecordedSteps:
+    """Computes the hidden states of steps that are recorded.
 
     Args:
-        model: its `forward` is recorded.
-        backend: the model's backend, which records.
+        model: its `forward` is recorded. Its modules are watched: a replay would skip hooks and patches.
         max_blocks: the largest width of a block table.
-        forward: computes a step; None: the model's `forward`.
-        record_head: makes the LM head of a recorded step from its hidden states; None: there are no `scores`.
-        rolls_back: as of `SizedReplay`.
+        forward: computes a step in place of the model's.
+        compute_logits: float32 [L, H] -> float32 [L, vocab_size]; None: there are no `scores`.
+        rolls_back: no recurrent state sees a rejected draft; if False, steps of any size are not recorded where there
+            are such states.
 
     Attributes:
-        refusal: why recording was impossible; None: it was not.
+        refusal: why steps cannot be recorded; None: they can, as far as is known.
+        any_size_refusal: why those of any number of tokens per row cannot.
     """
 
     def __init__(
@@ -297,166 +76,254 @@ class DecodeReplay:
         model: Any,
         backend: Backend,
         max_blocks: int,
-        forward: Forward | None = None,
-        record_head: Callable[[torch.Tensor], RecordedHead] | None = None,
+        forward: Callable[[ForwardBatch], torch.Tensor] | None = None,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        vocab_size: int = 0,
         rolls_back: bool = True,
     ) -> None:
         self.refusal: str | None = None
-        self._record_head = record_head
-        self._last: _Step | None = None  # the step that ran last, if it was replayed
-        self._forward: Forward = forward or model.forward
+        self.any_size_refusal: str | None = None
         self._is_watched = Watch(model.modules())
         self._backend = backend
         self._max_blocks = max_blocks
-        self.sizes = SizedReplay(backend, max_blocks, self._forward, rolls_back)
-        self._steps: dict[_Key, _Step] = {}
-        self._seen: dict[_Key, None] = {}  # the last kinds of steps, the latest last
+        self._model, self._forward = model, forward
+        self._compute_logits = compute_logits
+        self._vocab_size = vocab_size
+        self._rolls_back = rolls_back
+        self._steps: dict[_Key, _Step] = {}  # with `lines`, the latest used last
+        self._any_size: dict[_Key, _Step] = {}
+        self._seen: dict[_Key, int] = {}  # how often, of the last kinds of steps, the latest last
+        # The step that was replayed last, and its hidden states.
+        self._last: tuple[_Step, torch.Tensor] | None = None
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """`model.forward(batch)`, float32 [N, H], overwritten by the next call; None if this step is not replayed."""
+        """`forward(batch)`, float32 [N, H], overwritten by the next call; None if this step is not recorded."""
         self._last = None
-        if not batch.metadata or not self._is_plain(batch):
+        if self.refusal is not None or not batch.metadata or not self._is_plain(batch):
             return None
-        lines = self._lines_per_row(batch)
-        if not lines:
-            return self.sizes.run(batch, may_record=True)
-        rows, stores_less = len(batch.input_ids) // lines, lines > 1 and any(map(_stores_less, batch.metadata))
-        key = (rows, lines, torch.get_num_threads(), batch.adapter_ids is not None, stores_less)
-        step = self._steps.pop(key, None)
-        if step is None:
-            if len(batch.input_ids) == 1 or self._came_before(key):
+        tokens, counts, lines = len(batch.input_ids), batch.metadata[0].query_lens_list, _lines_per_row(batch)
+        has_adapters, stores_less = batch.adapter_ids is not None, any(map(_stores_less, batch.metadata))
+        for size, after in self._backend.step_sizes(tokens, len(counts), lines):
+            if not size.lines and not self._takes_any_size(batch):
+                continue
+            key = size, has_adapters, stores_less
+            step = (self._steps if size.lines else self._any_size).get(key)
+            if step is not None:
+                return self._replay(key, step, batch)
+            if after is not None and self._times_seen(key) >= after:
                 return self._record(key, batch)
-            return self.sizes.run(batch, may_record=False)
-        self._steps[key] = step
-        _fill(step.batch, batch, step.first_layers, step.tables)
-        # If a kernel refuses its arguments, the caller runs the model, which raises the error.
-        if not step.program.run():
-            return None
-        if stores_less:
-            _share_calls(step.batch, batch)
-        batch.taps = step.batch.taps
-        self._last = step
-        return step.hidden
+        return None
 
     def scores(self, hidden: torch.Tensor) -> Scores | None:
-        """The logits of all tokens of the step that ran last, whose hidden states these are; None: they are not."""
-        step = self._last
-        if step is None or hidden is not step.hidden or self._record_head is None:
+        """The logits of the step that was replayed last, whose hidden states these are; None: they are not."""
+        if self._last is None or hidden is not self._last[1] or self._compute_logits is None:
             return None
+        step, compute_logits = self._last[0], self._compute_logits
         if step.head is None:
-            step.head = self._record_head(hidden)
-        return step.head.run()
+            recorded = step.recording.results[0]
+            if 4 * self._vocab_size * len(recorded) > _MOST_LOGITS_BYTES:
+                return None
 
-    def _came_before(self, key: _Key) -> bool:
-        """True from the second step of this kind on: more are likely to follow."""
-        came_before = key in self._seen
-        self._seen.pop(key, None)
-        self._seen[key] = None
-        if len(self._seen) > _MAX_SEEN:
-            del self._seen[next(iter(self._seen))]
-        return came_before
+            def compute(tokens: int) -> Sequence[torch.Tensor]:
+                logits = compute_logits(recorded)
+                return logits, *self._backend.op("argmax")(logits)
 
-    def _lines_per_row(self, batch: ForwardBatch) -> int:
-        """Lines per batch row; 0 if this is no decode step or has too many tokens."""
+            step.head = self._backend.record(compute, len(recorded))
+        found = None if step.head.refusal else step.head.run(len(hidden))
+        return None if found is None else Scores(*found)
+
+    def _replay(self, key: _Key, step: _Step, batch: ForwardBatch) -> torch.Tensor | None:
         tokens = len(batch.input_ids)
-        if tokens > MAX_TOKENS:
-            return 0
-        counts = batch.metadata[0].query_lens_list
-        if len(counts) == tokens:
-            return 1
-        # With drafts every token needs logits; a chunk of a prompt has tokens that need none.
-        same = len(batch.logits_indices) == tokens and len(set(counts)) == 1
-        return counts[0] if same else 0
-
-    def _is_plain(self, batch: ForwardBatch) -> bool:
-        return (
-            self.refusal is None
-            and batch.positions.dim() == 1
-            and batch.inputs_embeds is None
-            and not batch.extensions
-            # A replay would skip hooks and patches.
-            and not self._is_watched()
-        )
+        step.inputs.fill(batch, tokens)
+        found = step.recording.run(tokens)
+        if found is None:  # a kernel refused its arguments: the caller runs the model, which raises the error
+            return None
+        hidden, *batch.taps = found
+        step.inputs.share_calls(batch)
+        if key[0].lines:
+            self._steps[key] = self._steps.pop(key)
+            self._last = step, hidden
+        return hidden
 
     def _record(self, key: _Key, batch: ForwardBatch) -> torch.Tensor | None:
-        first_layers = list(
-            {id(metadata): layer for layer, metadata in reversed(list(enumerate(batch.metadata)))}.values()
-        )
-        own, tables = self._own_batch(batch), dict[int, torch.Tensor]()
-        _fill(own, batch, first_layers, tables)
-        hidden = None
+        size, tokens = key[0], len(batch.input_ids)
+        inputs = StepInputs(batch, size, self._max_blocks)
+        inputs.fill(batch, tokens)
+
+        def compute(tokens: int) -> Sequence[torch.Tensor]:
+            own = inputs.batch(batch, tokens)
+            hidden = self._model.forward(own) if self._forward is None else self._forward(own)
+            return hidden, *own.taps
+
         try:
-            with self._backend.record() as program:
-                hidden = self._forward(own)
-        except NotRecordable as reason:
-            self.refusal = str(reason)
-            if hidden is None:
-                return None
+            recording = self._backend.record(compute, tokens, size, lambda tokens: inputs.fill(batch, tokens))
+        except (IndexError, RuntimeError, ValueError) as error:
+            # The caller computes the step, which raises again; but states that have changed must not change twice.
+            if size.lines or any(isinstance(item, RecurrentMetadata) for item in batch.metadata):
+                raise
+            self.any_size_refusal = f"{type(error).__name__}: {error}"
+            return None
+        if recording.refusal and size.lines:
+            self.refusal = recording.refusal
+        elif recording.refusal:
+            self.any_size_refusal = recording.refusal
+        elif not size.lines:
+            self._any_size[key] = _Step(recording, inputs)
         else:
             if len(self._steps) == _MAX_STEPS:
                 del self._steps[next(iter(self._steps))]
-            self._steps[key] = _Step(program, own, hidden, first_layers, tables)
-        # Recorded or not, it has run, and recurrent states have changed: it must not be computed again.
-        batch.taps = own.taps
-        _share_calls(own, batch)
+            self._steps[key] = _Step(recording, inputs)
+        # Recorded or not, it has been computed, and recurrent states have changed.
+        hidden, *batch.taps = [item[:tokens] for item in recording.results]
+        inputs.share_calls(batch)
         return hidden
 
-    def _own_batch(self, batch: ForwardBatch) -> ForwardBatch:
-        """A copy with its own tensors, and block tables of full width; layers of a group still share metadata."""
-        groups = {id(metadata): self._own_metadata(metadata) for metadata in batch.metadata}
+    def _times_seen(self, key: _Key) -> int:
+        """How many steps of this kind there were before this one, among the last kinds."""
+        times = self._seen.pop(key, 0)
+        self._seen[key] = times + 1
+        if len(self._seen) > _MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
+        return times
+
+    def _is_plain(self, batch: ForwardBatch) -> bool:
+        return (
+            batch.positions.dim() == 1
+            and batch.inputs_embeds is None
+            and not batch.extensions
+            and not self._is_watched()
+        )
+
+    def _takes_any_size(self, batch: ForwardBatch) -> bool:
+        if self.any_size_refusal is not None:
+            return False
+        recurrent = [item for item in batch.metadata if isinstance(item, RecurrentMetadata)]
+        return not recurrent or (self._rolls_back and not any(map(_stores_less, recurrent)))
+
+
+class StepInputs:
+    """The tensors that a recorded step of this size reads; layers of a group share their metadata.
+
+    Token 0, empty rows, block 0 and slot 0 are the padding: a step that has less than the size leaves them.
+    """
+
+    def __init__(self, batch: ForwardBatch, size: StepSize, max_blocks: int) -> None:
+        self._size = size
+        self._groups: list[int] = []  # per state, the index of its metadata
+        self._first_layers: list[int] = []  # per metadata, the first state of its group
+        self._metadata: list[Metadata] = []
+        known: dict[int, int] = {}
+        for layer, metadata in enumerate(batch.metadata):
+            if id(metadata) not in known:
+                known[id(metadata)] = len(self._metadata)
+                self._first_layers.append(layer)
+                self._metadata.append(self._own(metadata, max_blocks))
+            self._groups.append(known[id(metadata)])
+        # Of each group, the block table that was copied last: there is a new tensor when a table has changed.
+        self._tables: list[torch.Tensor | None] = [None] * len(self._metadata)
+        self._tokens = 0
+        self._input_ids = batch.input_ids.new_zeros(size.tokens)
+        self._positions = batch.positions.new_zeros(size.tokens)
+        self._adapter_ids = None if batch.adapter_ids is None else batch.adapter_ids.new_zeros(size.tokens)
+
+    def fill(self, batch: ForwardBatch, tokens: int) -> None:
+        """Copy the first `tokens` of `batch`, and pad the rest."""
+        fewer, self._tokens, lines = tokens < self._tokens, tokens, self._size.lines
+        _copy(self._input_ids, batch.input_ids, tokens, fewer)
+        _copy(self._positions, batch.positions, tokens, fewer)
+        if self._adapter_ids is not None and batch.adapter_ids is not None:
+            _copy(self._adapter_ids, batch.adapter_ids, tokens, fewer)
+        for group, layer in enumerate(self._first_layers):
+            own, source = self._metadata[group], batch.metadata[layer]
+            rows = len(source.seq_lens) if tokens else 0
+            if isinstance(own, AttentionMetadata):
+                _copy(own.slot_mapping, source.slot_mapping, tokens, fewer)
+                self._copy_table(group, own, source.block_table, rows)
+            else:
+                _copy(own.slots, source.slots, rows, fewer)
+                if own.stored is not None and source.stored is not None:
+                    _copy(own.stored, source.stored, rows, fewer, lines)
+            _copy(own.seq_lens, source.seq_lens, rows, fewer, lines)
+            if not lines:
+                own.query_start_loc.fill_(tokens)
+                own.query_start_loc[: rows + 1].copy_(source.query_start_loc.clamp(max=tokens))
+
+    def batch(self, batch: ForwardBatch, tokens: int) -> ForwardBatch:
+        """As `batch`, with the first `tokens` of these tensors; of a size with `lines`, with all of them."""
+        count = self._size.tokens if self._size.lines else tokens
+        own = [item if isinstance(item, RecurrentMetadata) else _first_tokens(item, count) for item in self._metadata]
         return replace(
             batch,
-            input_ids=batch.input_ids.clone(),
-            positions=batch.positions.clone(),
-            adapter_ids=None if batch.adapter_ids is None else batch.adapter_ids.clone(),
-            metadata=[groups[id(metadata)] for metadata in batch.metadata],
+            input_ids=self._input_ids[:count],
+            positions=self._positions[:count],
+            adapter_ids=None if self._adapter_ids is None else self._adapter_ids[:count],
+            metadata=[own[group] for group in self._groups],
             taps=[],
         )
 
-    def _own_metadata(self, metadata: Metadata) -> Metadata:
-        own: Metadata = copy(metadata)
-        for name, tensor in _tensors(metadata).items():
-            setattr(own, name, tensor.clone())
+    def share_calls(self, batch: ForwardBatch) -> None:
+        """Drafts that are accepted are in these tensors: what changes the states by them reads from here."""
+        for group, layer in enumerate(self._first_layers):
+            own, theirs = self._metadata[group], batch.metadata[layer]
+            if isinstance(own, RecurrentMetadata) and own.stored is not None:
+                theirs.calls = own.calls
+
+    def _copy_table(self, group: int, own: AttentionMetadata, table: torch.Tensor, rows: int) -> None:
+        if self._tables[group] is table and rows:
+            return
+        # It is only as wide as the step's longest request needs.
+        own.block_table[:rows, : table.shape[1]].copy_(table[:rows])
+        if self._size.lines and rows < len(own.block_table):
+            own.block_table[rows:].zero_()
+        self._tables[group] = table if rows else None
+
+    def _own(self, metadata: Metadata, max_blocks: int) -> Metadata:
+        rows, lines, own = self._size.rows, self._size.lines, copy(metadata)
+        if lines or isinstance(own, RecurrentMetadata):
+            own.query_lens_list = _padded(metadata.query_lens_list, rows, lines)
+            own.seq_lens_list = _padded(metadata.seq_lens_list, rows, lines)
+        own.seq_lens = metadata.seq_lens.new_full((rows,), lines)
+        own.query_start_loc = metadata.query_start_loc.new_zeros(rows + 1)
+        if lines:
+            own.query_start_loc += torch.arange(rows + 1, device=own.query_start_loc.device) * lines
         if isinstance(own, AttentionMetadata):
-            own.block_table = own.block_table.new_zeros(len(own.block_table), self._max_blocks)
+            own.block_table = own.block_table.new_zeros(rows, max_blocks)
+            own.slot_mapping = own.slot_mapping.new_zeros(self._size.tokens)
             own.plan = None
         else:
+            own.slots = own.slots.new_zeros(rows)
+            own.stored = None if own.stored is None else own.stored.new_full((rows,), lines)
             own.calls = []
         return own
 
 
-def _fill(own: ForwardBatch, batch: ForwardBatch, first_layers: list[int], tables: dict[int, torch.Tensor]) -> None:
-    """Copy the inputs of `batch` into the tensors of a recorded step."""
-    own.input_ids.copy_(batch.input_ids)
-    own.positions.copy_(batch.positions)
-    if own.adapter_ids is not None and batch.adapter_ids is not None:
-        own.adapter_ids.copy_(batch.adapter_ids)
-    for layer in first_layers:
-        target, source = own.metadata[layer], batch.metadata[layer]
-        if not isinstance(target, AttentionMetadata):
-            for name, tensor in _tensors(source).items():
-                getattr(target, name).copy_(tensor)
-            continue
-        # Where rows start follows from their number and that of their lines.
-        target.seq_lens.copy_(source.seq_lens)
-        target.slot_mapping.copy_(source.slot_mapping)
-        table = source.block_table
-        if tables.get(layer) is not table:
-            # It is only as wide as the step's longest request needs.
-            target.block_table[:, : table.shape[1]].copy_(table)
-            tables[layer] = table
+def _copy(target: torch.Tensor, source: torch.Tensor, count: int, fewer: bool, padding: int = 0) -> None:
+    """The first `count` of `source`; `fewer`: than the step before had, which is to be padding again."""
+    if count == len(target):
+        target.copy_(source)
+        return
+    target[:count].copy_(source[:count])
+    if fewer:
+        target[count:].fill_(padding)
 
 
-def _stores_less(metadata: Metadata) -> bool:
+def _padded(numbers: list[int], count: int, padding: int) -> list[int]:
+    return numbers + [padding] * (count - len(numbers))
+
+
+def _first_tokens(metadata: AttentionMetadata, tokens: int) -> AttentionMetadata:
+    return replace(metadata, slot_mapping=metadata.slot_mapping[:tokens])
+
+
+def _lines_per_row(batch: ForwardBatch) -> int:
+    """Tokens per batch row, if every row has as many and needs the logits of all; else 0."""
+    tokens, counts = len(batch.input_ids), batch.metadata[0].query_lens_list
+    if len(counts) == tokens:
+        return 1
+    # With drafts every token needs logits; a chunk of a prompt has tokens that need none.
+    same = len(batch.logits_indices) == tokens and len(set(counts)) == 1
+    return counts[0] if same else 0
+
+
+def _stores_less(metadata: Any) -> bool:
     return isinstance(metadata, RecurrentMetadata) and metadata.stored is not None
-
-
-def _share_calls(own: ForwardBatch, batch: ForwardBatch) -> None:
-    """Drafts that are accepted are in the tensors of the recorded step."""
-    for ours, theirs in zip(own.metadata, batch.metadata, strict=True):
-        if _stores_less(ours):
-            theirs.calls = ours.calls
-
-
-def _tensors(metadata: Metadata) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in vars(metadata).items() if isinstance(value, torch.Tensor)}

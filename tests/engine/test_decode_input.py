@@ -83,8 +83,8 @@ def test_the_head_of_a_recorded_step_is_recorded(llm: LLM, monkeypatch: pytest.M
     """Its logits are those of `compute_logits`, which is called as soon as somebody patches it."""
     runner: Any = engine_of(llm).runner
     expected, model, given = tokens(llm), runner.model, []
-    assert runner.replay.refusal is None and "compute_logits" not in vars(model)
-    scores = runner.replay.scores
+    assert runner.recorded.refusal is None and "compute_logits" not in vars(model)
+    scores = runner.recorded.scores
 
     def noted(hidden: torch.Tensor) -> Any:
         found = scores(hidden)
@@ -95,10 +95,10 @@ def test_the_head_of_a_recorded_step_is_recorded(llm: LLM, monkeypatch: pytest.M
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.replay, "scores", noted)
+        patch.setattr(runner.recorded, "scores", noted)
         assert tokens(llm) == expected
         assert set(given) == {1, 2, 3, 4} and len(given) > 20
-    last = runner.replay._last.hidden
+    last = runner.recorded._last[1]
     assert scores(last) is not None and scores(last.clone()) is None
     compute, calls = model.compute_logits, []
     monkeypatch.setattr(model, "compute_logits", lambda hidden: calls.append(len(hidden)) or compute(hidden))
@@ -115,16 +115,16 @@ def test_a_head_whose_logits_are_scaled_or_capped_is_recorded(row: str, tmp_path
     with LLM(tmp_path, skip_tokenizer_init=True) as llm:
         run(llm, prompts, GREEDY)
         runner: Any = engine_of(llm).runner
-        step = runner.replay._last
-        scores = step.head.run()
-        assert torch.equal(scores.logits, runner.model.compute_logits(step.hidden))
+        step, hidden = runner.recorded._last
+        logits, *_ = step.head.run()
+        assert torch.equal(logits, runner.model.compute_logits(hidden))
 
 
 @needs_compiler
 @pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")
 def test_a_recorded_line_without_a_number_ends_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner: Any = engine_of(llm).runner
-    scores, calls = runner.replay.scores, []
+    scores, calls = runner.recorded.scores, []
 
     def spoilt(hidden: torch.Tensor) -> Any:
         found = scores(hidden)
@@ -135,7 +135,7 @@ def test_a_recorded_line_without_a_number_ends_its_request(llm: LLM, monkeypatch
         return found
 
     expected = tokens(llm)
-    monkeypatch.setattr(runner.replay, "scores", spoilt)
+    monkeypatch.setattr(runner.recorded, "scores", spoilt)
     outputs = [output.outputs[0] for output in run(llm, PROMPTS, GREEDY)]
     assert [item.finish_reason for item in outputs] == ["length", "error", "length", "length"]
     assert [item.token_ids for item in outputs[2:]] == expected[2:] and outputs[0].token_ids == expected[0]

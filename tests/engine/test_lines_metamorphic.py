@@ -79,7 +79,7 @@ def test_nor_do_they_in_recorded_steps(recurrent: DraftedCase) -> None:
         with drafting(llm, InTurn("partly", recorder.answers, llm.config.model_config.vocab_size)) as proposer:
             assert generate(llm, [([3, 5, 7], params)])[0].outputs[0].token_ids == expected.outputs[0].token_ids
         assert 0 < proposer.accepted < proposer.drafted
-        assert runner.replay is None or any(stores_less for *_, stores_less in runner.replay._steps)
+        assert runner.recorded is None or any(stores_less for *_, stores_less in runner.recorded._steps)
 
 
 def test_nor_when_they_are_preempted_with_states(recurrent: DraftedCase) -> None:

@@ -171,14 +171,14 @@ def test_steps_with_adapters_are_replayed(llm: LLM, adapters: list[LoRARequest])
         pytest.skip("nothing is recorded without kernels")
     prompts = make_prompts(ROW)[:2]
     llm.generate(prompts, PARAMS, lora_request=[adapters[0], adapters[1]], use_tqdm=False)
-    before = runner.replay
+    before = runner.recorded
     llm.generate(prompts, PARAMS, lora_request=[adapters[1], None], use_tqdm=False)
-    assert runner.replay is before and any(key[3] for key in before._steps)
-    assert runner.replay.refusal is None
+    assert runner.recorded is before and any(has_adapters for _, has_adapters, _ in before._steps)
+    assert runner.recorded.refusal is None
     assert any(step.head is not None for step in before._steps.values()), "no adapter changes the LM head"
     llm.generate(prompts, PARAMS, lora_request=adapters[2], use_tqdm=False)
     llm.generate(prompts, PARAMS, use_tqdm=False)
-    assert all(step.head is None for step in runner.replay._steps.values())
+    assert all(step.head is None for step in runner.recorded._steps.values())
 
 
 def test_texts_are_scored_with_the_adapter_of_their_row(

@@ -17,7 +17,8 @@ from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.base import watch
-from llm.kernels.backend import NotRecordable
+from llm.kernels.backend import StepSize
+from llm.kernels.cpu.program import NotRecordable, record
 from llm.layers.attention.backend import PagedAttention
 from llm.layers.linear import LinearBase
 from llm.layers.norm import RMSNorm
@@ -44,7 +45,11 @@ def llm() -> Iterator[LLM]:
 
 def replays(llm: LLM) -> Any:
     runner: Any = engine_of(llm).runner
-    return runner.replay
+    return runner.recorded
+
+
+def key_of(rows: int, lines: int = 1) -> Any:
+    return StepSize(rows * lines, rows, lines, torch.get_num_threads()), False, False
 
 
 def answers(llm: LLM, prompts: list[list[int]], wanted: Any) -> list[tuple[Any, Any]]:
@@ -58,11 +63,11 @@ def answers(llm: LLM, prompts: list[list[int]], wanted: Any) -> list[tuple[Any, 
 
 def eagerly(llm: LLM, *arguments: Any) -> list[tuple[Any, Any]]:
     runner: Any = engine_of(llm).runner
-    kept, runner.replay = runner.replay, None
+    kept, runner.recorded = runner.recorded, None
     try:
         return answers(llm, *arguments)
     finally:
-        runner.replay = kept
+        runner.recorded = kept
 
 
 def test_repeated_steps_give_the_bits_of_computed_ones(llm: LLM) -> None:
@@ -71,7 +76,7 @@ def test_repeated_steps_give_the_bits_of_computed_ones(llm: LLM) -> None:
     expected = eagerly(llm, PROMPTS, wanted)
     assert answers(llm, PROMPTS, wanted) == expected
     assert replays(llm).refusal is None
-    assert set(replays(llm)._steps) == {(rows, 1, torch.get_num_threads(), False, False) for rows in (1, 2, 3, 4)}
+    assert set(replays(llm)._steps) == {key_of(rows) for rows in (1, 2, 3, 4)}
     assert answers(llm, PROMPTS, wanted) == expected
     assert answers(llm, PROMPTS[::-1], wanted[::-1]) == expected[::-1]
 
@@ -96,12 +101,12 @@ def test_steps_with_k_lines_per_row_are_repeated(llm: LLM, kind: str) -> None:
     vocab = llm.config.model_config.vocab_size
     with drafting(llm, FakeProposer(kind, recorder.answers, vocab, most=3)):
         assert answers(llm, PROMPTS[:2], wanted) == expected
-        assert (2, 4, torch.get_num_threads(), False, False) in replays(llm)._steps
+        assert key_of(2, 4) in replays(llm)._steps
         assert eagerly(llm, PROMPTS[:2], wanted) == expected
     replays(llm)._steps.clear()
     with drafting(llm, OneRowDrafts("wrong", recorder.answers, vocab, most=3)):
         assert answers(llm, PROMPTS[:2], wanted) == expected
-    assert {lines for _, lines, *_ in replays(llm)._steps} <= {1}
+    assert {size.lines for size, *_ in replays(llm)._steps} <= {1}
 
 
 class OneRowDrafts(FakeProposer):
@@ -121,7 +126,7 @@ def test_recording_imports_no_compiler() -> None:
     script = (
         "import sys; from llm import LLM, SamplingParams; llm = LLM();"
         "llm.generate('In', SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False);"
-        "print(len(llm._engine.runner.replay._steps), 'torch._dynamo' in sys.modules)"
+        "print(len(llm._engine.runner.recorded._steps), 'torch._dynamo' in sys.modules)"
     )
     done = python("-c", script)
     assert done.stdout.split() == ["1", "False"], done.stderr
@@ -129,7 +134,7 @@ def test_recording_imports_no_compiler() -> None:
 
 def test_memory_of_what_was_let_go_is_used_again(llm: LLM) -> None:
     answers(llm, PROMPTS, params(8))
-    program = replays(llm)._steps[(4, 1, torch.get_num_threads(), False, False)].program
+    program = replays(llm)._steps[key_of(4)].recording.program
     layers = len(engine_of(llm).runner.states)
     assert len(program) > 4 * layers
     assert program._pool.made < 15
@@ -144,11 +149,11 @@ def test_no_more_than_a_few_steps_are_kept(llm: LLM) -> None:
 def test_what_a_repeated_kernel_refuses_is_an_error(llm: LLM) -> None:
     """A token id out of range cannot come from a request; a defect that makes one is not passed over."""
     answers(llm, PROMPTS[:1], params(8))
-    step = replays(llm)._steps[(1, 1, torch.get_num_threads(), False, False)]
-    assert step.program.run()
+    step = replays(llm)._steps[key_of(1)]
+    assert step.recording.run(1) is not None
     with torch.inference_mode():
-        step.batch.input_ids.fill_(10**6)
-    assert not step.program.run()
+        step.inputs._input_ids.fill_(10**6)
+    assert step.recording.run(1) is None
 
 
 def test_bfloat16_weights_with_biases_are_repeated_as_computed(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -167,7 +172,7 @@ def test_bfloat16_weights_with_biases_are_repeated_as_computed(tmp_path_factory:
 
 def recorded(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Any:
     assert KERNELS is not None
-    with torch.inference_mode(), KERNELS.record() as program:
+    with torch.inference_mode(), record(KERNELS.library) as program:
         out = compute(x)
     program.kept.append(out)
     return program, out

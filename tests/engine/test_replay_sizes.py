@@ -15,8 +15,9 @@ from tiny_models import VOCAB, tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.forward import ForwardBatch, RecurrentMetadata
-from llm.kernels.backend import NotRecordable
-from llm.runner.recorded import MOST_TOKENS, SizedReplay
+from llm.kernels.cpu.backend import MOST_TOKENS
+from llm.kernels.cpu.program import AnySize, NotRecordable, record
+from llm.runner.recorded import RecordedSteps
 
 pytestmark = [needs_compiler, pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")]
 KERNELS = kernel_set(ISAS[-1]) if has_kernels() else None
@@ -30,9 +31,9 @@ def llm() -> Iterator[LLM]:
         yield opened
 
 
-def sizes_of(llm: LLM) -> Any:
+def recorded_of(llm: LLM) -> Any:
     runner: Any = engine_of(llm).runner
-    return runner.replay.sizes
+    return runner.recorded
 
 
 def numbers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
@@ -45,11 +46,11 @@ def numbers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
 
 def eagerly(llm: LLM, prompts: list[list[int]]) -> list[Any]:
     runner: Any = engine_of(llm).runner
-    kept, runner.replay = runner.replay, None
+    kept, runner.recorded = runner.recorded, None
     try:
         return numbers(llm, prompts)
     finally:
-        runner.replay = kept
+        runner.recorded = kept
 
 
 @pytest.fixture
@@ -57,15 +58,16 @@ def replayed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of tokens of the steps that the one recording served."""
     run(llm, [list(range(9, 40))], SamplingParams(max_tokens=1, temperature=0))
     seen: list[int] = []
-    (step,) = sizes_of(llm)._steps.values()
-    run_program = step.program.run
+    (step,) = recorded_of(llm)._any_size.values()
+    program = step.recording.program
+    run_program = program.run
 
     def run_and_note(tokens: int) -> bool:
         seen.append(tokens)
         assert run_program(tokens), "a kernel refused its arguments"
         return True
 
-    monkeypatch.setattr(step.program, "run", run_and_note)
+    monkeypatch.setattr(program, "run", run_and_note)
     return seen
 
 
@@ -76,15 +78,15 @@ def test_steps_of_every_size_have_the_bits_of_computed_ones(llm: LLM, replayed: 
         assert numbers(llm, prompts) == eagerly(llm, prompts)
     numbers(llm, [[9] * (MOST_TOKENS + 1)])
     assert len(set(replayed)) > 4 and min(replayed) > 1 and max(replayed) <= MOST_TOKENS
-    assert sizes_of(llm).refusal is None and len(sizes_of(llm)._steps) == 1
+    assert recorded_of(llm).any_size_refusal is None and len(recorded_of(llm)._any_size) == 1
 
 
 def test_a_step_that_computes_too_few_tokens_is_seen(llm: LLM, replayed: list[int]) -> None:
     """The control of the test above."""
     prompt = [list(range(50, 90))]
     expected = eagerly(llm, prompt)
-    (step,) = sizes_of(llm)._steps.values()
-    factors = step.program._factors
+    (step,) = recorded_of(llm)._any_size.values()
+    factors = step.recording.program._factors
     factors[-1] -= 1  # the last norm's rows
     assert numbers(llm, prompt) != expected
     factors[-1] += 1
@@ -103,25 +105,30 @@ def test_prompts_change_recurrent_states_as_computed_ones_do(
             prompts = [[draw.randrange(VOCAB) for _ in range(draw.choice((1, 9, 40, 90)))] for _ in range(rows)]
             prompts[0] = (prompts[0] * 40)[:40]
             assert numbers(opened, prompts) == eagerly(opened, prompts)
-        assert sizes_of(opened).refusal is None
-        (step,) = sizes_of(opened)._steps.values()
+        assert recorded_of(opened).any_size_refusal is None
+        (step,) = recorded_of(opened)._any_size.values()
         # The control: each row in the slot of the one before.
         fill, (own,) = step.inputs.fill, [item for item in step.inputs._metadata if isinstance(item, RecurrentMetadata)]
         step.inputs.fill = lambda *given: (fill(*given), own.slots.copy_(own.slots.roll(1)))
         assert numbers(opened, prompts) != eagerly(opened, prompts)
 
 
+def recorded_steps(forward: Callable[[ForwardBatch], Any], **options: Any) -> RecordedSteps:
+    assert KERNELS is not None
+    return RecordedSteps(torch.nn.Identity(), KERNELS, 4, forward, **options)
+
+
 def test_steps_whose_states_are_not_to_see_drafts_are_not_recorded() -> None:
     """The states of the accepted ones are computed again, from what is not in a recording."""
     assert KERNELS is not None
-    replay = SizedReplay(KERNELS, 4, lambda batch: pytest.fail("it was computed"))
+    replay = recorded_steps(lambda batch: pytest.fail("it was computed"))
     counts = torch.zeros(2, dtype=torch.int32)
     states = RecurrentMetadata(counts[:1].long(), counts, counts[:1], [9], [9], stored=counts[:1])
     batch = ForwardBatch(torch.arange(9), torch.arange(9), [states], [], torch.tensor([8]))
-    assert [replay.run(batch, may_record=True) for _ in range(3)] == [None] * 3
+    assert [replay.run(batch) for _ in range(3)] == [None] * 3
     states.stored = None
-    alone = SizedReplay(KERNELS, 4, lambda batch: pytest.fail("it was computed"), rolls_back=False)
-    assert alone.run(batch, may_record=True) is None
+    alone = recorded_steps(lambda batch: pytest.fail("it was computed"), rolls_back=False)
+    assert alone.run(batch) is None
 
 
 def test_a_step_that_raises_while_it_is_recorded_is_not_computed_again() -> None:
@@ -135,16 +142,16 @@ def test_a_step_that_raises_while_it_is_recorded_is_not_computed_again() -> None
     states = RecurrentMetadata(counts[:1].long(), counts, counts[1:], [9], [9])
     batch = ForwardBatch(torch.arange(9), torch.arange(9), [states], [], torch.tensor([8]))
     with pytest.raises(RuntimeError, match="too late"):
-        SizedReplay(KERNELS, 4, forward).run(batch, may_record=True)
+        recorded_steps(forward).run(batch)
 
 
 def test_the_first_prompt_is_recorded_and_one_of_another_length_is_not() -> None:
     with open_llm(enable_prefix_caching=False) as opened:
         once = SamplingParams(max_tokens=1, temperature=0)
         run(opened, [list(range(9, 40))], once)
-        (step,) = sizes_of(opened)._steps.values()
+        (step,) = recorded_of(opened)._any_size.values()
         run(opened, [list(range(9, 30)), list(range(40, 90))], once)
-        assert list(sizes_of(opened)._steps.values()) == [step]
+        assert list(recorded_of(opened)._any_size.values()) == [step]
 
 
 # Recording without running
@@ -161,14 +168,14 @@ def test_the_second_recording_runs_no_kernel() -> None:
     assert KERNELS is not None
     x = torch.ones(MOST, 64)
     with torch.inference_mode():
-        with KERNELS.record(9, MOST) as large:
+        with record(KERNELS.library, 9, MOST) as large:
             scaled(x[:9])
-        with KERNELS.record(5, MOST, like=large) as small:
+        with record(KERNELS.library, 5, MOST, like=large) as small:
             scaled(x[:5])
         assert x[:9].eq(2).all()
-        assert KERNELS.for_any_size(small, large).run(7)
+        assert AnySize(small, large).run(7)
         assert x[:7].eq(4).all() and x[7:9].eq(2).all()
-        with KERNELS.record(5, MOST):  # the control: a recording that runs them
+        with record(KERNELS.library, 5, MOST):  # the control: a recording that runs them
             scaled(x[:5])
         assert x[:5].eq(8).all()
 
@@ -177,13 +184,14 @@ def test_a_recording_with_more_kernels_than_the_first_is_refused() -> None:
     assert KERNELS is not None
     x = torch.ones(MOST, 64)
     with torch.inference_mode():
-        with KERNELS.record(9, MOST) as large:
+        with record(KERNELS.library, 9, MOST) as large:
             silu(x[:9])
-        with pytest.raises(NotRecordable, match="kernels that are called"), KERNELS.record(5, MOST, like=large):
+        with (
+            pytest.raises(NotRecordable, match="kernels that are called"),
+            record(KERNELS.library, 5, MOST, like=large),
+        ):
             silu(silu(x[:5]))
     assert KERNELS.library.recorder is None
-    with pytest.raises(TypeError, match="`like`"):
-        KERNELS.record(5, MOST, like=type("Program", (), {"kept": [], "run": None})())
 
 
 def test_another_thread_computes_while_one_records() -> None:
@@ -191,9 +199,9 @@ def test_another_thread_computes_while_one_records() -> None:
     x, found = torch.randn(MOST, 64), []
     expected = silu(x)
     with torch.inference_mode():
-        with KERNELS.record(9, MOST) as large:
+        with record(KERNELS.library, 9, MOST) as large:
             silu(x[:9])
-        with KERNELS.record(5, MOST, like=large) as small:
+        with record(KERNELS.library, 5, MOST, like=large) as small:
             thread = threading.Thread(target=lambda: found.append(silu(x)))
             thread.start()
             thread.join()
@@ -210,10 +218,10 @@ def for_any_size(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
     programs = []
     with torch.inference_mode():
         for tokens in (few, more):
-            with KERNELS.record(tokens, MOST) as program:
+            with record(KERNELS.library, tokens, MOST) as program:
                 out = compute(x[:tokens])
             programs.append(program)
-    return KERNELS.for_any_size(*programs), out
+    return AnySize(*programs), out
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import llm.platforms
 from llm import LLM, SamplingParams
 from llm.base.construction import constructing_for
 from llm.errors import PluginError
-from llm.kernels.backend import OPERATIONS, Backend, NotRecordable, definition
+from llm.kernels.backend import OPERATIONS, Backend, definition
 from llm.kernels.reference.backend import REFERENCE, pytorch
 from llm.kernels.select import backend_for
 from llm.layers.norm import RMSNorm
@@ -118,13 +118,15 @@ def test_a_backend_allocates_where_it_computes(backend: Backend) -> None:
 def test_a_backend_that_records_nothing_says_so(backend: Backend) -> None:
     x = torch.randn(3, 8)
     if not backend.records:
-        with pytest.raises(NotRecordable, match=backend.name):
-            backend.record()
+        assert not backend.step_sizes(1, 1, 1)
+        with pytest.raises(NotImplementedError, match=backend.name):
+            backend.record(lambda tokens: [backend.ops.relu(x)])
         return
-    with torch.inference_mode(), backend.record() as program:
-        out = backend.ops.relu(x)
+    with torch.inference_mode():
+        recording = backend.record(lambda tokens: [backend.ops.relu(x)])
+    (out,) = recording.results
     x.copy_(torch.randn(3, 8))
-    assert program.run() and torch.equal(out, x.clamp(min=0))
+    assert not recording.refusal and recording.run() and torch.equal(out, x.clamp(min=0))
 
 
 def test_memory_elsewhere_is_allocated_and_filled_there() -> None:

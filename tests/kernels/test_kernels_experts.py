@@ -16,6 +16,7 @@ from kernel_sets import TARGETS, needs_compiler
 from llm.kernels.cpu import activation, library, linear, packed
 from llm.kernels.cpu.backend import CpuBackend
 from llm.kernels.cpu.experts import experts
+from llm.kernels.cpu.program import record
 from llm.kernels.reference.experts import experts as definition
 from llm.kernels.weight import ExpertWeights, Weight
 
@@ -377,7 +378,7 @@ def test_a_recorded_step_follows_its_router(best: library.Library) -> None:
     backend = CpuBackend(best, "a test asked for it")
     weights = mixture(best, "w8a8", 6, 40, 24)
     x, (ids, factors) = torch.randn(2, 40), routing(2, 3, 6)
-    with backend.record() as program:
+    with record(best) as program:
         out = backend.op("experts")(x, ids, factors, weights)
     assert len(program) == 1
     for _ in range(3):

@@ -211,16 +211,16 @@ def test_memory_that_was_freed_is_not_read(name: str) -> None:
 @needs_kernels
 def test_a_recorded_product_keeps_its_weight() -> None:
     backend = kernel_set(ISAS[-1])
-    x, weight = X.clone(), weights()["int8"]()
+    x, held = X.clone(), [weights()["int8"]()]
     with torch.inference_mode():
-        with backend.record() as program:
-            out = backend.op("linear")(x, weight)
-        gone, expected = weakref.ref(weight), out.clone()
-        del weight
+        recording = backend.record(lambda tokens: [backend.op("linear")(x, held[0])])
+        (out,) = recording.results
+        gone, expected = weakref.ref(held[0]), out.clone()
+        held.clear()
         gc.collect()
         assert gone() is not None
         out.zero_()
-        assert program.run() and torch.equal(out, expected)
+        assert recording.run() and torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("quantization", [None, "w8a8", "w4a16"])

@@ -108,7 +108,7 @@ def test_decoding_steps_are_recorded_although_experts_differ(llm: LLM) -> None:
     """The bits are those of steps that are not: with a hook there is no replay."""
     prompts = make_prompts(TINY_MODELS["mixtral"])[:3]
     recorded = answers(llm, prompts)
-    replay: Any = engine_of(llm).runner.replay
+    replay: Any = engine_of(llm).runner.recorded
     assert replay.refusal is None and replay._steps
     hook = layers(llm)[0].register_forward_hook(lambda *_: None)
     assert answers(llm, prompts) == recorded

@@ -102,7 +102,7 @@ def test_alone(case: Case) -> None:
     """Its decode steps are recorded: PyTorch computes nothing between the kernels."""
     assert deviation(case.folder, case.alone) < TOLERANCE
     engine: Any = case.llm._engine
-    if (recorded := engine.runner.replay) is not None:
+    if (recorded := engine.runner.recorded) is not None:
         assert recorded._steps and recorded.refusal is None
 
 
@@ -132,7 +132,7 @@ def test_the_row_is_decisive(case: Case) -> None:
 def test_every_parameter_counts(case: Case) -> None:
     """The negative control of this file: with any one parameter forgotten, the logprobs of a prompt are others."""
     engine: Any = case.llm._engine
-    engine.runner.replay = None  # a recorded step reads the memory that the weights had when it was recorded
+    engine.runner.recorded = None  # a recorded step reads the memory that the weights had when it was recorded
     longest = max(case.prompts, key=len)
     whole = prompt_logprobs(case, longest)
     for name, parameter in case.parameters.items():
@@ -161,7 +161,7 @@ def prompt_logprobs(case: Case, prompt: list[int]) -> list[float]:
 def test_tokens_go_to_the_experts_of_transformers(case: Case) -> None:
     """In every layer; transformers gives a token's experts in no order where they lie in groups."""
     engine: Any = case.llm._engine
-    engine.runner.replay = None
+    engine.runner.recorded = None
     prompt = max(case.prompts, key=len)
     layers = [item for item in engine.runner.model.modules() if isinstance(item, FusedMoE) and item.num_experts > 1]
     ours: list[torch.Tensor] = []
