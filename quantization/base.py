@@ -178,10 +178,12 @@ class QuantizationConfig(ABC):
         packed_modules_mapping: fused module name -> the checkpoint's names; set from the model class.
         file_decides: a file of `get_config_filenames` counts for more than config.json's `quantization_config`.
         static_cache: the quantized KV cache whose scales the checkpoint has; None: it has none.
+        told: what `llm.config` tells of all layers; "": nothing.
     """
 
     packed_modules_mapping: Mapping[str, list[str]] = {}
     static_cache: StaticCache | None = None
+    told: str = ""
     file_decides: ClassVar[bool] = False
     _to_checkpoint: Callable[[str], str] | None = None
 
@@ -238,6 +240,9 @@ class QuantizationConfig(ABC):
     def computed_with(self) -> Mapping[str, str]:
         """Type of tensors -> how many there are and what computes them; empty: `llm.explain()` alone says."""
         return {}
+
+    def share_bits(self, construct: Callable[[], object]) -> None:
+        """Called before the model is built, on every rank; `construct` makes it with this config, without memory."""
 
     def describe_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Called with the shapes of the checkpoint's tensors before the model is planned, and again before it is built;

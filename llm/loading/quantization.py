@@ -122,6 +122,13 @@ def requantized(found: Resolved, asked: str | Mapping[str, object]) -> Resolved:
     except ValidationError as error:
         message = str(error).replace("quantization=", "requantize=", 1)
         raise ValidationError(message, parameter="requantize", value=asked) from error
+    if online.bits is not None:
+        raise ValidationError(
+            f"requantize={show(asked)} has bits, which are shared out over an unquantized checkpoint; name the layers "
+            'that need 8 bits: layers={"*.down_proj": "w8a16"}.',
+            parameter="requantize",
+            value=asked,
+        )
     reason = f"{found.reason}; asked for requantize={show(asked)}: the error is in quantization_report"
     return replace(found, config=RequantizeConfig(found.config, online), reason=reason)
 

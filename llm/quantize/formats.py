@@ -242,6 +242,8 @@ def _is_table(layer: StoredLayer) -> bool:
 def _group(name: str, scheme: str, weight: IntegerWeight) -> JsonObject:
     if weight.minimum is not None:
         raise without_form(name, "minima", "compressed-tensors")
+    if bool((weight.scale < 0).any()):
+        raise without_form(name, "negative scales", "compressed-tensors")
     grouped = weight.scale.shape[1] > 1
     stored, kind = _format(name, weight, scheme in _WEIGHT_ONLY)
     weights: JsonObject = {

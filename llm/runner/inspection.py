@@ -23,6 +23,7 @@ from llm.layers.attention.backend import PagedAttention
 from llm.layers.linear import LinearBase
 from llm.layers.moe import FusedMoE
 from llm.quantization.absorbed import AbsorbedLinearMethod
+from llm.quantization.base import QuantizationConfig
 from llm.quantization.quantizer import decibels, far_layers
 from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
 from llm.quantization.storage.requantized import Requantized
@@ -296,14 +297,20 @@ def what_varies(model: nn.Module) -> str | None:
     return None
 
 
-def held_otherwise(model: nn.Module) -> str:
+def held_otherwise(model: nn.Module, config: QuantizationConfig | None) -> str:
     """What `llm.config` tells of how weights are held: which of them in another form than others; "" for nothing."""
     named = [(name, getattr(module, "quant_method", None)) for name, module in model.named_modules()]
     methods = [method for _, method in named]
     stored = dict.fromkeys(method.stored_as for method in methods if isinstance(method, AbsorbedLinearMethod))
     schemes = ", ".join(filter(None, stored))
     told = Counter(filter(None, (getattr(method, "told", "") for method in methods)))
-    parts = [f"{count} {'layer' if count == 1 else 'layers'} {what}" for what, count in told.items()]
+    parts = []
+    if config is not None and config.told:
+        weights = [getattr(module, "packed_weight", None) for _, module in linear_layers(model)]
+        held = [part for weight in weights if weight is not None for part in weight.memory().values()]
+        size = sum(part.nbytes for part in held if part is not None)
+        parts.append(f"{config.told}; with their scales they take {size:,} bytes")
+    parts += [f"{count} {'layer' if count == 1 else 'layers'} {what}" for what, count in told.items()]
     if schemes:
         parts.append(f"kv_b_proj, {schemes} in the checkpoint, is held as float32: latent attention reads it in parts")
     storages = [(name, getattr(method, "storage", None)) for name, method in named]

@@ -36,7 +36,7 @@ from llm.forward import (
 )
 from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend
-from llm.layers.parallel import tensor_parallel
+from llm.layers.parallel import SINGLE, tensor_parallel
 from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.adapters.merge import MergedTensors
 from llm.loading.gguf.source import GgufSource
@@ -127,7 +127,7 @@ class ModelRunner:
                 fill_model(plan.head.plan, self.platform, head)
             self.targets = fill_model(plan, self.platform, model, file)
             self.offloaded = "" if file is None else file.where()
-            loaded = Loaded(varies, held_otherwise(model), times, self.offloaded)
+            loaded = Loaded(varies, held_otherwise(model, plan.config.quant_config), times, self.offloaded)
         with times.phase("allocate KV cache"):
             self.model = self.place_model(model)
             if plan.head is not None:
@@ -540,6 +540,9 @@ def build_model(plan: RunnerPlan, platform: Platform, file: WeightFile | None = 
         if plan.has_weights:
             quant_config.describe_tensors({name: info.shape for name, info in plan.source.tensors().tensors.items()})
     with constructing(plan, platform, file), _told_of_memory():
+        if quant_config is not None:
+            with torch.device("meta"):
+                quant_config.share_bits(lambda: plan.model_class(plan.architecture, plan.build_options(SINGLE)))
         tp = tensor_parallel(platform, plan.rank, plan.tp_size)
         model = plan.model_class(plan.architecture, plan.build_options(tp))
         if quant_config is not None:

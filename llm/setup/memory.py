@@ -275,6 +275,9 @@ class ModelSizes:
         """Raises `ValidationError` for a layer that the config cannot quantize."""
         if config is not None:
             config.packed_modules_mapping = getattr(self._plan.model_class, "packed_modules_mapping", {})
+            with torch.device("meta"), self._constructing():
+                options = replace(self._options(), quant_config=config)
+                config.share_bits(lambda: self._plan.model_class(self._plan.architecture, options))
         total = 0
         counted: set[int] = set()
         with self._constructing():

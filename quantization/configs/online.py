@@ -6,7 +6,7 @@ Owns the names `LLM(quantization=...)` takes for it, and the dict form.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from llm.errors import CheckpointError, ValidationError, nearest
 from llm.kernels.reference.quantize_forms import GROUP, HAVE_MINIMA, HAVE_ZEROS, SUPER_BLOCK
 from llm.kernels.reference.rotation import block_for
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
+from llm.quantization.configs.budget import Unit, add_layer, share
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme
 from llm.quantization.storage.on_load import INTEGERS, ActivationStatistics, QuantizeOnLoad
@@ -63,10 +64,13 @@ _LM_HEAD = "lm_head"
 _LM_HEAD_SCHEMES = ("W8A8_DYNAMIC", "W8A16", "W8A16_FP8")
 # Their kernels scale whole sums: no groups.
 _PER_ROW_SCHEMES = ("W8A8_DYNAMIC", "W8A8")
-_KEYS = ("scheme", "group_size", "layers", "ignore", "lm_head", "calibration", "rotate", "symmetric")
+_KEYS = ("scheme", "bits", "group_size", "layers", "ignore", "lm_head", "calibration", "rotate", "symmetric")
+# Where bits alone are named.
+_SCHEME_OF_BITS = "w4a16"
 # What reasons begin with.
 ON_LOAD = "quantized on load"
 _SMALLEST_GROUP = 8
+_MORE_BITS = 8
 # Of GGUF, whose groups have one size.
 _BLOCKS = ("q8_0", "q4_0", "q4_k")
 # Of a float32 scale, or minimum, or of a scale and a zero point in 16 bits, for each 32 weights.
@@ -100,6 +104,7 @@ class OnlineConfig(QuantizationConfig):
         ignore: patterns of layers that stay as they are.
         lm_head: a key of `RECIPES` with 8 bits for the LM head and a tied embedding; None: left as it is.
         lm_head_asked: it is the user's.
+        bits: the most that the codes of all linear layers have on average, 8 in some and 4 in others; None: not asked.
         eight_bits: path of a layer -> why it has 8 bits where it would have 4 and no pattern names it.
         calibration: texts that are run through the unquantized model first.
         own_texts: it writes them itself: calibration="auto".
@@ -114,6 +119,7 @@ class OnlineConfig(QuantizationConfig):
     ignore: tuple[str, ...] = ()
     lm_head: str | None = None
     lm_head_asked: bool = False
+    bits: float | None = None
     eight_bits: dict[str, str] = field(default_factory=dict)
     calibration: tuple[str, ...] = ()
     own_texts: bool = False
@@ -121,6 +127,8 @@ class OnlineConfig(QuantizationConfig):
     symmetric: bool = False
     statistics: Mapping[str, ActivationStatistics] = field(default_factory=dict)
     _unused: set[str] = field(default_factory=set)
+    # While layers are counted for `bits`.
+    _units: dict[str, Unit] | None = None
 
     def __post_init__(self) -> None:
         self._unused = {*(pattern for pattern, _, _ in self.layers), *self.ignore}
@@ -133,6 +141,8 @@ class OnlineConfig(QuantizationConfig):
         if unknown:
             hint = nearest(unknown[0].strip("'"), _KEYS)
             raise _wrong(asked, f"has the key {unknown[0]}; it takes {', '.join(_KEYS)}.{hint}")
+        if given.get("bits") is not None:
+            given.setdefault("scheme", _SCHEME_OF_BITS)
         if "scheme" not in given:
             raise _wrong(asked, f"has no 'scheme', for the layers that no pattern names; known: {', '.join(RECIPES)}.")
         if calibration and given.get("calibration"):
@@ -159,6 +169,7 @@ class OnlineConfig(QuantizationConfig):
             _patterns(given.get("ignore", ()), asked, "ignore"),
             lm_head,
             "lm_head" in given,
+            _bits(given.get("bits"), scheme, asked),
             calibration=texts,
             own_texts=own_texts,
             rotate=rotate,
@@ -193,6 +204,9 @@ class OnlineConfig(QuantizationConfig):
         if RECIPES[choice.recipe].form in _BLOCKS and columns_of(layer) % GROUP:
             reason = f"blocks of {GROUP} do not divide its {columns_of(layer)} columns"
             return left_alone(kind, f"quantization={self.scheme!r}", reason)
+        if self._units is not None and kind == "linear":
+            is_named = any(self._named(name, prefix) for name in names)
+            add_layer(self._units, prefix, layer, RECIPES[choice.recipe].bits if is_named else 0)
         return self._method(layer, kind, prefix, choice)
 
     def check_used(self) -> None:
@@ -213,7 +227,7 @@ class OnlineConfig(QuantizationConfig):
         stack of matrices.
         """
         names = (self.scheme, *(recipe for _, recipe, _ in self.layers))
-        bits = max(RECIPES[name].bits for name in names)
+        bits = self.bits or max(RECIPES[name].bits for name in names)
         matrices = [(nbytes, shape) for shape, nbytes in tensors if len(shape) in (2, 3)]
         table = max((item for item in matrices if len(item[1]) == 2), default=None)
         whole = sum(nbytes for shape, nbytes in tensors if len(shape) not in (2, 3))
@@ -227,13 +241,47 @@ class OnlineConfig(QuantizationConfig):
     def _choose(self, name: str, prefix: str) -> _Choice | None:
         if self._is_ignored(name, prefix):
             return None
-        for pattern, recipe, group_size in self.layers:
-            if self._matches(name, prefix, pattern):
-                return _Choice(recipe, group_size or RECIPES[recipe].group_size, group_size is not None)
+        named = self._named(name, prefix)
+        if named is not None:
+            return named
         default = RECIPES[self.scheme]
         if default.bits <= 4 and prefix in self.eight_bits:
             return _Choice(default.lm_head, RECIPES[default.lm_head].group_size, False, self.eight_bits[prefix])
         return _Choice(self.scheme, self.group_size or default.group_size, self.group_size is not None)
+
+    def _named(self, name: str, prefix: str) -> _Choice | None:
+        """By the first of the user's patterns that matches."""
+        for pattern, recipe, group_size in self.layers:
+            if self._matches(name, prefix, pattern):
+                return _Choice(recipe, group_size or RECIPES[recipe].group_size, group_size is not None)
+        return None
+
+    def share_bits(self, construct: Callable[[], object]) -> None:
+        """Choose the layers that have 8 bits: as many as `bits` allows.
+
+        Args:
+            construct: makes the model with this config; it needs no memory of its own.
+
+        Raises:
+            ValidationError: the layers that the user gave 8 bits have more than that already.
+        """
+        if self.bits is None:
+            return
+        self.eight_bits.clear()
+        units: dict[str, Unit] = {}
+        self._units = units
+        construct()
+        self._units = None
+        shared = share(list(units.values()), self.bits, RECIPES[self.scheme].bits)
+        if shared is None:
+            raise ValidationError(
+                f"quantization: layers names so many layers of 8 bits that bits={self.bits:g} is exceeded; raise bits, "
+                "or name fewer.",
+                parameter="quantization",
+                value=self.bits,
+            )
+        self.eight_bits |= dict.fromkeys(shared.paths, f"within bits={self.bits:g}")
+        self.told = f"bits={self.bits:g}, {shared}"
 
     def asks_group_size(self, prefix: str) -> bool:
         """Whether the group size of a linear layer is the user's."""
@@ -295,6 +343,18 @@ def _recipe(name: Any, asked: Any) -> str:
         return name.lower()
     hint = nearest(name, RECIPES) if isinstance(name, str) else ""
     raise _wrong(asked, f"names the scheme {show(name)}; known: {', '.join(RECIPES)}.{hint}")
+
+
+def _bits(value: Any, scheme: str, asked: Any) -> float | None:
+    if value is None:
+        return None
+    least = RECIPES[scheme].bits
+    if least == _MORE_BITS:
+        four = ", ".join(name for name, recipe in RECIPES.items() if recipe.bits < _MORE_BITS)
+        raise _wrong(asked, f"has bits beside {scheme}, which has {least} in every layer; bits is for {four}.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _MORE_BITS:
+        raise _wrong(asked, f"has bits={show(value)}; it is a number from {least} to {_MORE_BITS}.")
+    return float(value)
 
 
 def _lm_head(given: Any, asked: Any) -> str | None:

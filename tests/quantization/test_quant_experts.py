@@ -59,6 +59,10 @@ def layers(llm: LLM) -> list[FusedMoE]:
     return [module for module in engine_of(llm).runner.model.modules() if isinstance(module, FusedMoE)]
 
 
+def both(layer: FusedMoE) -> list[list[Any]]:
+    return [[expert.gate_up_proj for expert in layer.experts], [expert.down_proj for expert in layer.experts]]
+
+
 def expected(layer: FusedMoE, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """In float64, of the dequantized weights."""
     weights, ids = layer.router(logits)
@@ -114,6 +118,13 @@ def test_patterns_name_experts(folder: Path) -> None:
     wrong = opened(folder, {"scheme": "w8a8", "ignore": ["*.experts.9.*"]})
     with pytest.raises(ValidationError, match="layers that this model does not have"), wrong:
         pass
+
+
+def test_experts_of_a_layer_share_a_choice_of_bits(folder: Path) -> None:
+    with opened(folder, {"bits": 5}) as llm:
+        found = [{part.quant_method.scheme for part in parts} for layer in layers(llm) for parts in both(layer)]
+        assert all(len(schemes) == 1 for schemes in found) and len({*map(tuple, found)}) == 2
+        assert ".experts.*." in llm.config.reasons["quantization"]
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "modelslim"])

@@ -8,6 +8,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +25,12 @@ from llm import LLM, SamplingParams
 from llm.api import EMBEDDED_MODEL
 from llm.base.construction import constructing_for
 from llm.engine.calibrate import run_texts
-from llm.errors import CheckpointError, ValidationError
+from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.kernels.reference.rotation import block_for, rotate
 from llm.kernels.weight import Weight, dequantize
 from llm.platforms import current_platform
 from llm.quantization import quantizer
+from llm.quantization.configs.budget import Unit, add_layer, share
 from llm.quantization.configs.online import RECIPES, OnlineConfig
 from llm.quantization.quantizer import (
     IntegerWeight,
@@ -258,6 +262,78 @@ def test_the_dict_form() -> None:
     assert found["model.layers.3.mlp.gate_up_proj"] == "W4A16"
 
 
+# `quantization={"bits": ...}`
+
+
+def units_of(blocks: int) -> list[Unit]:
+    """Of a decoder whose layers have the shapes of SmolLM2-135M."""
+    shapes = {"self_attn.qkv_proj": (960, 576), "self_attn.o_proj": (576, 576), "mlp.gate_up_proj": (3072, 576)}
+    units: dict[str, Unit] = {}
+    for block in range(blocks):
+        for name, (rows, columns) in {**shapes, "mlp.down_proj": (576, 1536)}.items():
+            layer = SimpleNamespace(output_sizes=[rows], input_size=columns)
+            add_layer(units, f"model.layers.{block}.{name}", layer, 0)
+    return list(units.values())
+
+
+@quick
+@given(st.integers(1, 12), st.floats(4, 8))
+def test_bits_are_shared_out_within_the_budget(blocks: int, bits: float) -> None:
+    """Nothing that would still fit is left in 4 bits."""
+    units = units_of(blocks)
+    shared = share(units, bits, 4)
+    assert shared is not None
+    weights = sum(unit.weights for unit in units)
+    spent = sum((8 if unit in shared.units else 4) * unit.weights for unit in units)
+    assert spent / weights == pytest.approx(shared.bits) and spent <= bits * weights
+    assert all(spent + 4 * unit.weights > bits * weights for unit in units if unit not in shared.units)
+    assert shared.bits > 7.999 or bits < 8
+
+
+def test_the_order_in_which_layers_earn_8_bits() -> None:
+    """Those that write at the ends of the model, attention, the outer blocks, what writes between, the rest."""
+    shared = share(units_of(30), 4.5, 4)
+    assert shared is not None and len(shared.paths) == len(shared.units)
+    found = str(shared)
+    assert found.startswith("codes of linear layers have 4.500 bits on average: 8 in model.layers.{0-2,28-29}.self_att")
+    assert "model.layers.{0-2,28-29}.mlp.down_proj" in found and "model.layers.{0-12}.self_attn.qkv_proj" in found
+    assert "gate_up" not in found and "gate_up" in str(share(units_of(30), 7, 4))
+    assert share([replace(unit, bits=8) for unit in units_of(2)], 5, 4) is None
+
+
+@pytest.mark.parametrize("scheme", [None, "w4a8", "q4_0"])
+def test_a_budget_of_bits(scheme: str | None, tmp_path: Path) -> None:
+    """It is kept, told, planned for and saved; fused layers share a choice, and patterns are the user's."""
+    asked: dict[str, Any] = {"bits": 5} if scheme is None else {"bits": 5, "scheme": scheme, "rotate": False}
+    asked["layers"] = {"*.2.mlp.down_proj": "q8_0" if scheme == "q4_0" else "w8a16"}
+    with open_llm(quantization=asked) as llm:
+        found, packed = methods(llm), packed_weights(llm)
+        linear = {name: weight for name, weight in packed.items() if name.endswith("_proj")}
+        bits = {name: 4 if weight.kind == "int4" else 8 for name, weight in linear.items()}
+        mean = sum(bits[name] * weight.n * weight.k for name, weight in linear.items())
+        mean /= sum(weight.n * weight.k for weight in linear.values())
+        assert 4.8 < mean <= 5 and bits["model.layers.2.mlp.down_proj"] == 8
+        size = sum(part.nbytes for weight in linear.values() for part in weight.memory().values() if part is not None)
+        reason = llm.config.reasons["quantization"]
+        assert f"bits=5, codes of linear layers have {mean:.3f} bits on average: 8 in model.layers" in reason
+        assert f"they take {size:,} bytes" in reason and "within bits=5" in found["model.layers.0.mlp.down_proj"].reason
+        assert LLM.plan(EMBEDDED_MODEL, quantization=asked).weight_bytes == llm.stats().weight_bytes
+        answers = run(llm, [5, 6, 7, 8], SamplingParams(temperature=0, max_tokens=4, logprobs=3))
+        if scheme == "q4_0":
+            with pytest.raises(LLMError, match="negative scales, which compressed-tensors has no form for"):
+                llm.save_quantized(tmp_path / "saved", "compressed-tensors")
+        path = tmp_path / ("saved.gguf" if scheme == "q4_0" else "saved")
+        llm.save_quantized(path, "gguf" if scheme == "q4_0" else "compressed-tensors")
+    with open_llm(path) as saved:
+        again = run(saved, [5, 6, 7, 8], SamplingParams(temperature=0, max_tokens=4, logprobs=3))
+        assert scheme == "q4_0" or again[0].outputs[0].logprobs == answers[0].outputs[0].logprobs
+        assert {name: weight.kind for name, weight in packed_weights(saved).items() if name in linear} == {
+            name: weight.kind for name, weight in linear.items()
+        }
+    with pytest.raises(ValidationError, match=r"has bits, which are shared out over an unquantized checkpoint"):
+        LLM(path, requantize={"bits": 5})
+
+
 ITSELF: dict[str, Any] = {"scheme": "w8a8"}
 ITSELF["me"] = ITSELF
 
@@ -268,6 +344,13 @@ ITSELF["me"] = ITSELF
         ("w8a9", r"quantization='w8a9' is not known. Did you mean 'w8a8'\?"),
         ({"scheme": "int3"}, "names the scheme 'int3'; known: w8a8"),
         ({"group_size": 32}, "has no 'scheme', for the layers that no pattern names"),
+        ({"bits": 3.9}, "has bits=3.9; it is a number from 4 to 8"),
+        ({"bits": float("nan")}, "has bits=nan; it is a number from 4 to 8"),
+        ({"bits": True}, "has bits=True; it is a number"),
+        ({"bits": "4.5"}, "has bits='4.5'; it is a number"),
+        ({"bits": 5, "scheme": "w8a8"}, "has bits beside w8a8, which has 8 in every layer; bits is for w4a8"),
+        ({"bits": 4.5, "layers": {"*": "w8a16"}}, "so many layers of 8 bits that bits=4.5 is exceeded"),
+        ({"bits": 4.5, "ignore": ["*.nothing"]}, r"names layers that this model does not have"),
         ({"scheme": "w8a8", "group_size": 32}, "has group_size=32 for w8a8, which has one scale per row"),
         ({"scheme": "w4a8", "layers": {"*.o_proj": {"scheme": "w8a8", "group_size": 32}}}, "group_size=32 for w8a8"),
         ({"scheme": "w8a8", "ignore": 3}, "has ignore=3; it takes a list of patterns"),
