@@ -204,7 +204,8 @@ class RecordedSteps:
 class StepInputs:
     """The tensors that a recorded step of this size reads; layers of a group share their metadata.
 
-    Token 0, empty rows, block 0 and slot 0 are the padding: a step that has less than the size leaves them.
+    What a step has less than the size is padding: token 0, in block 0 and slot 0. Lists of lengths stay those of the
+    step that was recorded: what is recorded must read the tensors.
     """
 
     def __init__(self, batch: ForwardBatch, size: StepSize, max_blocks: int) -> None:

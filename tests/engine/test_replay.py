@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -17,7 +18,7 @@ from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.base import watch
-from llm.kernels.backend import StepSize
+from llm.kernels.backend import OPERATIONS, Backend, Recording, StepSize
 from llm.kernels.cpu.program import NotRecordable, record
 from llm.layers.attention.backend import PagedAttention
 from llm.layers.linear import LinearBase
@@ -449,3 +450,104 @@ def test_what_is_built_in_is_not_taken_for_patched(name: str, tmp_path_factory: 
         assert not watch.is_watched(model.modules())
         steps = watch.Watch(model.modules())
         assert not any(steps() for _ in range(5))
+
+
+# --- A backend that records as graphs of a GPU are: in few sizes, padded, after a warm-up, whatever computes. ---
+
+
+class Graph:
+    """Computes anew into the memory of the first results."""
+
+    refusal = ""
+
+    def __init__(self, compute: Callable[[int], Sequence[torch.Tensor]], tokens: int) -> None:
+        self._compute = compute
+        self.results = [item.clone() for item in compute(tokens)]
+
+    def run(self, tokens: int = 0) -> Sequence[torch.Tensor]:
+        for target, source in zip(self.results, self._compute(tokens), strict=True):
+            target.copy_(source)
+        return [item[:tokens] for item in self.results]
+
+
+class GraphBackend(Backend):
+    name, records, records_kernels_only = "graphs", True, False
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__({name: inner.op(name) for name in OPERATIONS}, "a test asked for it")
+        self.sizes: list[StepSize] = []
+        self.warmed_up = 0
+
+    def step_sizes(self, tokens: int, rows: int, lines: int) -> Sequence[tuple[StepSize, int | None]]:
+        size = 1 << (rows - 1).bit_length()
+        return [(StepSize(size * lines, size, lines), 0)] if lines else []
+
+    def record(
+        self,
+        compute: Callable[[int], Sequence[torch.Tensor]],
+        tokens: int = 0,
+        size: StepSize | None = None,
+        fill: Callable[[int], None] | None = None,
+    ) -> Recording:
+        if size is not None and fill is not None:
+            self.sizes.append(size)
+            fill(0)
+            compute(0)
+            self.warmed_up += 1
+            fill(tokens)
+        return Graph(compute, tokens)
+
+
+@contextmanager
+def graphs(llm: LLM) -> Iterator[GraphBackend]:
+    runner: Any = engine_of(llm).runner
+    kept = runner.backend, runner.recorded
+    runner.backend = GraphBackend(kept[0])
+    runner.recorded = runner._new_recorded()
+    try:
+        yield runner.backend
+    finally:
+        runner.backend, runner.recorded = kept
+
+
+WANTED = [params(6), params(12, temperature=1.0, seed=3), params(24), params(30)]
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3-next"])
+def test_padded_sizes_give_the_bits_of_computed_steps(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Rows that leave one by one: the places of those that have left are padding, which changes nobody's state."""
+    folder = tiny_checkpoint(name, tmp_path_factory)
+    prompts = [[token % 50 for token in prompt] for prompt in PROMPTS]
+    with open_llm(folder, skip_tokenizer_init=True, block_size=4, max_model_len=128) as opened:
+        expected = eagerly(opened, prompts, WANTED)
+        with graphs(opened) as backend:
+            for _ in range(2):
+                assert answers(opened, prompts, WANTED) == expected
+            assert {size.rows for size in backend.sizes} == {1, 2, 4}, "three rows are padded to four"
+            assert backend.warmed_up == len(backend.sizes) == 3
+            four = next(step for (size, *_), step in replays(opened)._steps.items() if size.rows == 4)
+            assert four.inputs._input_ids[3] == four.inputs._positions[3] == 0
+            for metadata in four.inputs._metadata:
+                table = getattr(metadata, "block_table", None)
+                where = metadata.slots if table is None else metadata.slot_mapping
+                assert where[3] == 0 and metadata.seq_lens[3] == 1 and (table is None or not table[3].any())
+
+
+def test_padded_steps_with_drafts(llm: LLM) -> None:
+    wanted, prompts = [params(25), params(25, temperature=1.0, seed=3), params(25)], PROMPTS[:3]
+    with drafting(llm, recorder := Recorder()):
+        expected = eagerly(llm, prompts, wanted)
+    vocab = llm.config.model_config.vocab_size
+    with graphs(llm) as backend, drafting(llm, FakeProposer("right", recorder.answers, vocab, most=3)):
+        assert answers(llm, prompts, wanted) == expected
+        assert StepSize(16, 4, 4) in backend.sizes
+
+
+def test_padding_that_is_left_out_is_seen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: rows that have left go on writing where their blocks were."""
+    copy_all = replay._copy
+    monkeypatch.setattr(replay, "_copy", lambda target, source, count, *_: copy_all(target, source, count, False))
+    with graphs(llm):
+        answers(llm, PROMPTS, WANTED)
+        four = next(step for (size, *_), step in replays(llm)._steps.items() if size.rows == 4)
+        assert four.inputs._metadata[0].slot_mapping[3] != 0
