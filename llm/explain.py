@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from llm.base.custom_op import CustomOp, PluggableLayer
-from llm.base.replacement import replaced_class, replacement_reason
+from llm.base.custom_op import CustomOp, PluggableLayer, replaced_class, replacement_reason
 from llm.base.watch import patches_of
 from llm.config.engine import EngineConfig
 from llm.layers.attention import AttentionBackend

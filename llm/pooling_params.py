@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from llm.base.checks import check_choice, check_flag, check_integer, refuse
-from llm.base.names import known_fields
+from llm.base.checks import check_choice, check_flag, check_integer, known_fields, refuse
 from llm.base.vllm_paths import missing_names
 
 TASKS = ("embed", "classify", "score", "token_embed", "token_classify")

@@ -45,10 +45,10 @@ from llm.base.checks import (
     check_strings,
     copy_containers,
     is_real,
+    known_fields,
     plain_number,
     refuse,
 )
-from llm.base.names import known_fields
 from llm.base.suggestions import SAMPLING, STRUCTURED
 from llm.base.vllm_paths import missing_names
 

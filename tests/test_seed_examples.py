@@ -31,8 +31,7 @@ import llm.layers
 import llm.models
 import llm.platforms
 from llm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, cli, plugins
-from llm.base.custom_op import CustomOp, PluggableLayer
-from llm.base.replacement import op_registry, op_registry_oot, platform_replacements
+from llm.base.custom_op import CustomOp, PluggableLayer, op_registry, op_registry_oot, platform_replacements
 from llm.config import MultiModalConfig
 from llm.config.compilation import CompilationConfig
 from llm.layers.custom_op import constructing_for

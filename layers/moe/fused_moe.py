@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from llm.base.checks import refuse
-from llm.base.custom_op import CustomOp
-from llm.base.replacement import replaced_class
+from llm.base.custom_op import CustomOp, replaced_class
 from llm.base.watch import Watch
 from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
 from llm.kernels.reference.experts import UNGATED

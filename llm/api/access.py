@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from llm.api.host import Host
-from llm.base.names import known_names
+from llm.base.checks import known_names
 from llm.config.engine import EngineConfig
 from llm.errors import ValidationError, nearest
 

@@ -19,8 +19,7 @@ from llm.api.asking import ChatOptions, ChatPrompt, Rendering
 from llm.api.checks import check_priority
 from llm.api.engine_thread import PAUSES, Call, EngineThread
 from llm.api.facade import LLM
-from llm.base.checks import check_choice, check_flag, refuse
-from llm.base.names import known_names
+from llm.base.checks import check_choice, check_flag, known_names, refuse
 from llm.base.types import JsonObject
 from llm.config.arguments import CALLS
 from llm.errors import EngineClosedError

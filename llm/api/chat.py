@@ -14,7 +14,7 @@ from llm.api.checks import Priority, check_asks_nothing
 from llm.api.generation import OnOutput
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
-from llm.base.names import known_names
+from llm.base.checks import known_names
 from llm.base.types import JsonObject
 from llm.config.arguments import CALLS
 from llm.inputs import TokensPrompt

@@ -9,8 +9,7 @@ from llm.api.adapters import LoRARequests, give_adapters, requests_per_row
 from llm.api.host import Host
 from llm.api.scoring import score_rows
 from llm.base.bar import UseTqdm
-from llm.base.checks import check_choice, refuse
-from llm.base.names import known_names
+from llm.base.checks import check_choice, known_names, refuse
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.progress import check_use_tqdm
 from llm.engine.scoring import LENGTHS, choice_output, likelihood, question_rows, questions

@@ -17,8 +17,7 @@ from llm.api.checks import Priority, check_asks_nothing, give_priority
 from llm.api.flow import Entry, Unfinished
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
-from llm.base.checks import check_choice, refuse
-from llm.base.names import MISSING, wrong_names
+from llm.base.checks import MISSING, check_choice, refuse, wrong_names
 from llm.base.types import JsonObject
 from llm.config.arguments import CALLS
 from llm.engine.engine import Engine

@@ -11,8 +11,7 @@ from typing import Protocol
 
 from llm.api.adapters import give_adapters
 from llm.api.flow import Entry, Flow, FlowHost
-from llm.base.checks import check_choice, check_flag, refuse
-from llm.base.names import known_names
+from llm.base.checks import check_choice, check_flag, known_names, refuse
 from llm.config.arguments import CALLS
 from llm.engine.preprocess import Place
 from llm.engine.prompts import iterate_prompts

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from llm.api.adapters import adapters_of
 from llm.api.flow import FlowHost
 from llm.base.bar import UseTqdm
-from llm.base.names import known_names
+from llm.base.checks import known_names
 from llm.base.types import JsonObject
 from llm.config.engine import EngineArgs
 from llm.engine.boundary import PoolingPlan

@@ -13,8 +13,7 @@ from llm.api.access import Worker
 from llm.api.adapters import adapters_of, give_adapters
 from llm.api.checks import give_priority
 from llm.api.told import Told
-from llm.base.checks import refuse
-from llm.base.names import known_names
+from llm.base.checks import known_names, refuse
 from llm.config.engine import EngineConfig, ModelConfig
 from llm.engine.interrupt import InterruptGuard
 from llm.errors import GenerationInterrupted, ValidationError

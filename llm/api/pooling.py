@@ -15,8 +15,7 @@ import torch
 from llm.api.adapters import LoRARequests, give_adapters
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
-from llm.base.checks import check_choice
-from llm.base.names import known_names
+from llm.base.checks import check_choice, known_names
 from llm.engine.boundary import PoolingPlan
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llm.api.jobs import JobsHost
-from llm.base.names import known_names
+from llm.base.checks import known_names
 from llm.base.types import JsonObject
 from llm.engine.engine import Engine
 from llm.errors import ValidationError

@@ -12,8 +12,7 @@ import numpy as np
 from llm.api.adapters import LoRARequests, requests_per_row
 from llm.api.pooling import Params, Pooling, PoolingHost, about, plan_of, pool, values_of
 from llm.base.bar import UseTqdm
-from llm.base.checks import check_integer
-from llm.base.names import known_names
+from llm.base.checks import check_integer, known_names
 from llm.engine.boundary import QWEN3_RERANKER, PoolingPlan
 from llm.engine.output import PromptState
 from llm.engine.pooling_rows import PoolingRows, pair_texts

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from llm.api.host import Host
-from llm.base.names import known_names
+from llm.base.checks import known_names
 from llm.config.engine import EngineArgs
 from llm.engine.engine import Engine
 from llm.engine.stats import LLMStats

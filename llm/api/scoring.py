@@ -9,7 +9,7 @@ from llm.api.adapters import LoRARequests, adapters_of, give_adapters
 from llm.api.checks import Priority, check_priority
 from llm.api.host import Host
 from llm.base.bar import UseTqdm
-from llm.base.names import known_names
+from llm.base.checks import known_names
 from llm.engine.beams import BeamSearches
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.progress import check_use_tqdm

@@ -13,7 +13,7 @@ from typing import Protocol
 from llm.api.adapters import give_adapters
 from llm.api.asking import ChatOptions, Rendering
 from llm.api.host import Host
-from llm.base.names import known_names
+from llm.base.checks import known_names
 from llm.base.suggestions import ASKS_NOTHING
 from llm.base.types import JsonObject
 from llm.config.arguments import CALLS

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from llm.api.reports import ReportHost
-from llm.base.checks import refuse
-from llm.base.names import known_names
+from llm.base.checks import known_names, refuse
 from llm.base.types import JsonObject
 from llm.config.engine import EngineArgs
 from llm.errors import ValidationError

@@ -5,15 +5,18 @@ A constructor reads it once; nothing reads it while a model computes.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
 import torch
 
-from llm.base.scratch import Scratch
 from llm.config.compilation import CompilationConfig
 from llm.platforms.interface import Platform
 
@@ -88,3 +91,39 @@ def constructing_alone() -> Iterator[None]:
 def construction() -> Construction:
     """The platform and the compilation config of the model under construction."""
     return _construction.get()
+
+
+# Larger memory is not kept.
+_MOST_KEPT = 256 << 20
+
+
+class Scratch:
+    """Memory for one tensor at a time: whoever asks while another tensor is alive gets memory of its own."""
+
+    def __init__(self) -> None:
+        self._kept: mmap.mmap | None = None
+        self._taken: weakref.ref[np.ndarray] | None = None
+
+    def empty(self, rows: int, columns: int) -> torch.Tensor:
+        """int8 [rows, columns]."""
+        size = rows * columns
+        if size > _MOST_KEPT or (self._taken is not None and self._taken() is not None):
+            return _tensor(np.frombuffer(_mapped(size), np.int8, size), rows, columns)
+        if self._kept is None or len(self._kept) < size:
+            self._kept = None  # freed before more is taken
+            self._kept = _mapped(size)
+        view = np.frombuffer(self._kept, np.int8, size)
+        # The tensor's storage keeps the array alive, and nothing else does.
+        self._taken = weakref.ref(view)
+        return _tensor(view, rows, columns)
+
+
+def _tensor(values: np.ndarray, rows: int, columns: int) -> torch.Tensor:
+    return torch.from_numpy(values).view(rows, columns)
+
+
+def _mapped(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without huge pages; only speed depends on it
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

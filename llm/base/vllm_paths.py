@@ -49,8 +49,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "llm.inputs": "LoRARequest",
     },
     "llm.model_executor.custom_op": {
-        "llm.base.custom_op": "CustomOp PluggableLayer",
-        "llm.base.replacement": "op_registry op_registry_oot",
+        "llm.base.custom_op": "CustomOp PluggableLayer op_registry op_registry_oot",
     },
     "llm.model_executor.layers.activation": {
         "llm.layers.activation": (

@@ -354,7 +354,7 @@ DIFFERENT: dict[str, str] = {
 }
 
 
-# Keyword arguments that methods do not have -> what to do instead; see `llm.base.names`.
+# Keyword arguments that methods do not have -> what to do instead; see `llm.base.checks`.
 CALLS: dict[str, str] = {
     **{
         item.name: f"it is a field of SamplingParams: pass sampling_params=SamplingParams({item.name}=...)"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from llm.base.names import known_fields
+from llm.base.checks import known_fields
 from llm.base.suggestions import CONSTRUCTOR
 from llm.config.arguments import ARGUMENTS
 from llm.config.engine import EMBEDDED_MODEL

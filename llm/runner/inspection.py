@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from llm.base.custom_op import CustomOp
-from llm.base.replacement import replaced_class, replacement_reason
+from llm.base.custom_op import CustomOp, replaced_class, replacement_reason
 from llm.engine.boundary import Captured, LayerReport
 from llm.layers.attention import Attention
 from llm.layers.attention.backend import PagedAttention

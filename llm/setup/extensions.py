@@ -15,8 +15,7 @@ from typing import TypeVar
 import torch
 
 import llm.layers
-from llm.base.custom_op import check_registered
-from llm.base.replacement import op_registry
+from llm.base.custom_op import check_registered, op_registry
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import EngineArgs
 from llm.errors import PluginError, ValidationError

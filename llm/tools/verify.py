@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llm.base.quiet import quiet
+from llm.base.optional import quiet
 from llm.engine.engine import Engine
 from llm.engine.output import PromptState
 from llm.engine.preprocess import Preprocessor

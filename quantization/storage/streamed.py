@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llm.base.construction import construction
-from llm.base.scratch import Scratch
+from llm.base.construction import Scratch, construction
 from llm.quantization.base import WeightLoader
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.storage.base import Ready, WeightStorage

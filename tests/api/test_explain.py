@@ -12,8 +12,7 @@ from kernel_sets import has_compiler, has_kernels
 from torch import nn
 
 from llm import LLM
-from llm.base.custom_op import CustomOp, PluggableLayer
-from llm.base.replacement import op_registry_oot
+from llm.base.custom_op import CustomOp, PluggableLayer, op_registry_oot
 from llm.cli import main
 from llm.config import EngineConfig
 from llm.config.compilation import CompilationConfig

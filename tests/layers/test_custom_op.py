@@ -12,8 +12,7 @@ import torch
 
 import llm.models.decoder  # noqa: F401  (registers the in-tree operations before `registries` looks)
 from llm.base.construction import constructing_for
-from llm.base.custom_op import CustomOp, PluggableLayer, check_registered
-from llm.base.replacement import op_registry, op_registry_oot
+from llm.base.custom_op import CustomOp, PluggableLayer, check_registered, op_registry, op_registry_oot
 from llm.config.compilation import CompilationConfig, CompilationMode, notes
 from llm.config.engine import EngineConfig
 from llm.errors import LLMError, ValidationError

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import llm.layers
-from llm.base.replacement import op_registry
+from llm.base.custom_op import op_registry
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 for _module in pkgutil.walk_packages(llm.layers.__path__, "llm.layers."):

@@ -11,7 +11,7 @@ from kernel_sets import has_kernels
 from pages import normal
 from tiny_models import one_thread
 
-from llm.base import replacement
+from llm.base import custom_op as replacement
 from llm.base.construction import constructing_for
 from llm.base.custom_op import Binding, CustomOp
 from llm.config.compilation import CompilationConfig

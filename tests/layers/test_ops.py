@@ -24,8 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import llm.layers
 from llm.base.construction import constructing_for
-from llm.base.custom_op import CustomOp, PluggableLayer
-from llm.base.replacement import op_registry
+from llm.base.custom_op import CustomOp, PluggableLayer, op_registry
 from llm.config.compilation import CompilationConfig
 from llm.errors import ValidationError
 from llm.layers import activation, norm, rotary

@@ -11,10 +11,9 @@ import torch
 
 import llm.layers
 import llm.models
-from llm.base import replacement
+from llm.base import custom_op as replacement
 from llm.base.construction import constructing_for
-from llm.base.custom_op import CustomOp
-from llm.base.replacement import op_registry
+from llm.base.custom_op import CustomOp, op_registry
 from llm.config.compilation import CompilationConfig
 from llm.errors import ValidationError
 from llm.layers import rotary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llm.base.scratch import Scratch
+from llm.base.construction import Scratch
 
 
 def test_memory_is_taken_again_when_nothing_refers_to_it() -> None:

@@ -14,10 +14,9 @@ from plugin_packages import in_plugin_process, install, pip_install
 
 import llm.platforms
 from llm import plugins
-from llm.base import replacement
+from llm.base import custom_op as replacement
 from llm.base.construction import constructing_for
-from llm.base.custom_op import CustomOp
-from llm.base.replacement import op_registry_oot, platform_replacements
+from llm.base.custom_op import CustomOp, op_registry_oot, platform_replacements
 from llm.errors import LLMError, PluginError, ValidationError
 from llm.layers.activation import SiluAndMul
 from llm.platforms import CpuPlatform, Platform, PlatformEnum, select_platform

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from llm.base.quiet import quiet
+from llm.base.optional import quiet
 from llm.engine.stats import EngineStats
 from llm.tools.bench.measure import Figure, Tokens
 
