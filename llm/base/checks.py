@@ -1,4 +1,4 @@
-"""Checks of what a user passed: single values, and argument names. Each raises an error of one sentence, or returns None."""
+"""Checks of what a user passed, single values and argument names: an error of one sentence, or nothing."""
 
 from __future__ import annotations
 
