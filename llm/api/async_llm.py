@@ -100,18 +100,11 @@ class AsyncLLM:
             EngineClosedError: `shutdown` was called, or the LLM was closed.
         """
         check_priority([priority], 1)
-        name = f"request-{next(self._numbers)}" if request_id is None else request_id
-        if not isinstance(name, str):
-            refuse("request_id", name, "a text, or None")
-        loop = asyncio.get_running_loop()
-        call = Call(name, prompt, sampling_params, tokenization_kwargs, loop, lora_request, priority)
-        if not self._gathered[loop]:
-            loop.call_soon(self._submit, loop)
-        self._gathered[loop].append(call)
+        call = self._gather(request_id, prompt, sampling_params, tokenization_kwargs, lora_request, priority)
         finished = False
         try:
             while not finished:
-                output = await call.next_output()
+                output: RequestOutput = await call.next_output()
                 finished = output.finished
                 yield output
         finally:
@@ -146,6 +139,27 @@ class AsyncLLM:
         options = ChatOptions(rendering, tools, tool_choice, parallel_tool_calls, tool_parser, tokenization_kwargs)
         prompt = ChatPrompt(messages, options)
         return self.generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
+
+    def _gather(
+        self,
+        request_id: str | None,
+        prompt: object,
+        params: SamplingParams | PoolingParams | None,
+        tokenization_kwargs: Mapping[str, object] | None,
+        lora_request: LoRARequest | None,
+        priority: int,
+        pools: bool = False,
+    ) -> Call:
+        """Hand in a request of this task."""
+        name = f"request-{next(self._numbers)}" if request_id is None else request_id
+        if not isinstance(name, str):
+            refuse("request_id", name, "a text, or None")
+        loop = asyncio.get_running_loop()
+        call = Call(name, prompt, params, tokenization_kwargs, loop, lora_request, priority, pools)
+        if not self._gathered[loop]:
+            loop.call_soon(self._submit, loop)
+        self._gathered[loop].append(call)
+        return call
 
     def _submit(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs after the tasks that were ready: gathered requests reach the thread together, and start in one step."""
@@ -204,20 +218,19 @@ class AsyncLLM:
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Yield what a pooling model makes of one prompt, once; `pooling_params.task` as `LLM.encode`'s `pooling_task`.
 
-        Calls run one after another, in threads: many texts are faster in one call of `LLM.encode` or `LLM.embed`.
+        Prompts of several tasks share steps, as those of `generate`. Cancelling, `abort` (which raises LLMError here)
+        and errors are as of `generate`.
         """
-        check_priority(priority, 1)
-        task = None if pooling_params is None else pooling_params.task
-        [output] = await asyncio.to_thread(
-            self.llm.encode,
-            [prompt],
-            pooling_params,
-            use_tqdm=False,
-            lora_request=lora_request,
-            pooling_task=task,
-            tokenization_kwargs=tokenization_kwargs,
-        )
-        output.request_id = output.request_id if request_id is None else request_id
+        check_priority([priority], 1)
+        if not isinstance(pooling_params, PoolingParams | None):
+            refuse("pooling_params", pooling_params, "PoolingParams, or None")
+        call = self._gather(request_id, prompt, pooling_params, tokenization_kwargs, lora_request, priority, pools=True)
+        output = None
+        try:
+            output = await call.next_output()
+        finally:
+            if output is None:
+                self._thread.leave(call)
         yield output
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:

@@ -16,12 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
+from typing import Any, Protocol
 
 from llm.api.adapters import give_adapters
 from llm.api.asking import Asked, ChatPrompt
 from llm.api.checks import give_priority
 from llm.api.flow import FlowHost
-from llm.api.told import Reading, Told
+from llm.api.pooling import PoolingHost, encoding
+from llm.api.told import Pooled, Reading, Told
 from llm.base.forks import tell_of_forks
 from llm.engine.engine import Engine
 from llm.engine.prompts import list_prompts
@@ -30,7 +32,7 @@ from llm.engine.rows import RefusedRow, Row
 from llm.errors import EngineClosedError, LLMError, ValidationError
 from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
-from llm.sampling_params import RequestOutputKind, SamplingParams
+from llm.sampling_params import RequestOutputKind
 
 # Between two steps that tell what is new pass this many times what telling took, if it was told to more than a few;
 # and at most so many seconds. Callers take about as long to be told, in their threads but under the same GIL.
@@ -41,12 +43,17 @@ PAUSES = ("abort", "wait", "keep")
 _SHUT_DOWN = "this AsyncLLM is shut down; make a new one."
 
 
+class ThreadHost(FlowHost, PoolingHost, Protocol):
+    """What the thread uses of `LLM`."""
+
+
 @dataclass(eq=False)
 class Call:
     """One request of one caller.
 
     Attributes:
         loop: the caller's.
+        pools: it is one of `encode`, with `PoolingParams`.
         outputs: those that were not taken yet; the last may be the error that ended the request.
         changed: set in the caller's loop when `outputs` has grown.
         told, is_aborted: the engine thread's; `told` is None until the request is in the engine.
@@ -54,17 +61,18 @@ class Call:
 
     request_id: str
     prompt: object
-    params: SamplingParams | None
+    params: Any  # SamplingParams, PoolingParams or None
     tokenization_kwargs: Mapping[str, object] | None
     loop: asyncio.AbstractEventLoop
     lora_request: LoRARequest | None = None
     priority: int = 0
-    outputs: deque[RequestOutput | Exception] = field(default_factory=deque)
+    pools: bool = False
+    outputs: deque[Any] = field(default_factory=deque)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    told: Told | None = None
+    told: Told | Pooled | None = None
     is_aborted: bool = False
 
-    async def next_output(self) -> RequestOutput:
+    async def next_output(self) -> Any:
         """The next output; raises the error that ended the request."""
         while not self.outputs:
             self.changed.clear()
@@ -83,7 +91,7 @@ class EngineThread:
         ended: why no request can run any more; None: they can.
     """
 
-    def __init__(self, llm: FlowHost) -> None:
+    def __init__(self, llm: ThreadHost) -> None:
         self.error: BaseException | None = None
         self.ended: LLMError | None = None
         self._llm = llm
@@ -235,20 +243,22 @@ class EngineThread:
             if call.request_id in self._live:
                 problem = f"request_id must be the id of no unfinished request, got {call.request_id!r}."
                 raise ValidationError(problem, parameter="request_id", value=call.request_id)
-            row, read = self._row(call)
+            row, telling = self._row(call)
             give_adapters(engine, [row], call.lora_request)
             give_priority([row], call.priority)
         except Exception as error:
             del self._waiting[call]
             _answer([(call, error.with_traceback(None))])
             return
-        kind = row.params.output_kind
-        call.told = Told(engine.add(row, streaming=kind is not RequestOutputKind.FINAL_ONLY), kind, read)
+        call.told = telling(engine, row)
         self._live[call.request_id] = call
         del self._waiting[call]
 
-    def _row(self, call: Call) -> tuple[Row, Reading | None]:
-        """The row of a prompt or a conversation, and what reads its reply."""
+    def _row(self, call: Call) -> tuple[Row, Callable[[Engine, Row], Told | Pooled]]:
+        """The row of a prompt or a conversation, and what queues it."""
+        if call.pools:
+            pooled, make = encoding(self._llm, call.prompt, call.params, call.tokenization_kwargs)
+            return pooled, lambda engine, row: Pooled(engine.add(row), make)
         preprocessor, default = self._llm._preprocessor, self._llm.get_default_sampling_params
         asked: Asked | None = None
         if isinstance(call.prompt, ChatPrompt):
@@ -261,7 +271,7 @@ class EngineThread:
         [row] = preprocessor.checked_rows(listed, params, default, call.tokenization_kwargs)
         if isinstance(row, RefusedRow):
             raise row.error
-        return row, None if asked is None else asked.read_one
+        return row, partial(_told, read=None if asked is None else asked.read_one)
 
     def _abort(self, request_id: str, engine: Engine) -> None:
         call = self._live.get(request_id)
@@ -279,7 +289,7 @@ class EngineThread:
         self._waiting.pop(call, None)  # it was held back
 
     def _tell(self, engine: Engine) -> None:
-        answers: list[tuple[Call, RequestOutput | Exception]] = []
+        answers: list[tuple[Call, object]] = []
         started = perf_counter()
         is_time = started >= self._tell_at
         for name, call in list(self._live.items()):
@@ -291,9 +301,9 @@ class EngineThread:
             output = call.told.next_output(name)
             if output is None:
                 continue
-            if output.finished:
+            if isinstance(output, LLMError) or output.finished:
                 del self._live[name]
-            is_lost = not call.is_aborted and any(own.finish_reason == "abort" for own in output.outputs)
+            is_lost = not call.is_aborted and _is_cut_off(output)
             answers.append((call, LLMError(_LOST) if is_lost else output))
         _answer(answers)
         if len(answers) > _FEW:
@@ -328,7 +338,19 @@ def _of_caller(error: BaseException) -> Exception:
     return own
 
 
-def _answer(answers: Sequence[tuple[Call, RequestOutput | Exception]]) -> None:
+def _told(engine: Engine, row: Row, read: Reading | None) -> Told:
+    kind = row.params.output_kind
+    return Told(engine.add(row, streaming=kind is not RequestOutputKind.FINAL_ONLY), kind, read)
+
+
+def _is_cut_off(output: object) -> bool:
+    """True if the request was aborted."""
+    if isinstance(output, RequestOutput):
+        return any(own.finish_reason == "abort" for own in output.outputs)
+    return isinstance(output, LLMError)
+
+
+def _answer(answers: Sequence[tuple[Call, object]]) -> None:
     """Give outputs to their callers, waking each event loop once."""
     woken: defaultdict[asyncio.AbstractEventLoop, list[Call]] = defaultdict(list)
     for call, output in answers:

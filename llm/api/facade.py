@@ -6,7 +6,6 @@ Owns one engine. Thin: it validates and delegates. Its other methods are in the 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -32,6 +31,7 @@ from llm.api.streaming import Streaming
 from llm.api.verifying import Verifying
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_flag
+from llm.base.fair_lock import FairLock
 from llm.base.forks import renew, tell_of_forks
 from llm.base.suggestions import METHODS
 from llm.config import compilation, env
@@ -235,7 +235,7 @@ class LLM(
     def _start(self, given: Mapping[str, Any], verbose: bool, others: Mapping[str, object]) -> None:
         """`given`: the arguments of `__init__` by name; `others`: those it has no parameter for."""
         self._engine: Engine | None = None
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         self._stepwise: LLMEngine | None = None
         self._is_torn = False  # this process was forked in the middle of another thread's call
         tell_of_forks(self)
@@ -348,18 +348,14 @@ class LLM(
         return BatchCall(self, rows, guard, CallOptions(use_tqdm)).run(engine)
 
     def _exclusive(self) -> AbstractContextManager[object]:
-        """The lock of a call: calls of other threads wait, a call from inside a call is refused.
-
-        `with` acquires it directly, not in a function of ours, so that no signal in between can leave it locked.
-        """
+        """The lock of a call: calls of other threads wait in turn, a call from inside a call is refused."""
         if self._is_in_call():
             raise EngineBusyError("this LLM is in the middle of a call; a callback cannot call it again.")
         return self._lock
 
     def _is_in_call(self) -> bool:
         """True if this thread is inside a call."""
-        lock: Any = self._lock
-        return lock._is_owned()
+        return self._lock._is_owned()
 
     def _begin(self) -> Engine:
         """The beginning of every call; the lock is held."""

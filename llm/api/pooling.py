@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Protocol, TypedDict, TypeVar
 
 import numpy as np
@@ -154,6 +155,17 @@ def rows_of(
         return maker.texts(prompts, params, tokenization_kwargs, prefix=prefix, by_token=by_token)
 
     return make
+
+
+def encoding(
+    llm: PoolingHost, prompt: object, params: PoolingParams | None, tokenization_kwargs: object
+) -> tuple[Row, Callable[[PromptState], PoolingRequestOutput[PoolingOutput]]]:
+    """The row of one prompt of `encode`, and what makes its output; the lock is held."""
+    plan = plan_of(llm, None)
+    by_token = task_of(plan, None if params is None else params.task).startswith("token_")
+    make = rows_of([prompt], params, tokenization_kwargs, by_token=by_token)
+    [row] = make(PoolingRows(llm._preprocessor, plan))
+    return row, partial(_data, plan=plan)
 
 
 def task_of(plan: PoolingPlan, asked: str | None) -> str:

@@ -1,6 +1,7 @@
 """What a request has told so far, and what of it is to be told next.
 
-Owns `output_kind`: all of the answer so far, what is new of it, or all of it once it has ended.
+Owns `output_kind`: all of the answer so far, what is new of it, or all of it once it has ended. What a pooling model
+makes of a prompt is told once.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llm.engine.output import PromptState
-from llm.outputs import CompletionOutput, RequestOutput
+from llm.errors import LLMError
+from llm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from llm.sampling_params import RequestOutputKind
 
 Reading = Callable[[RequestOutput], None]
@@ -73,3 +75,26 @@ class Told:
         if self.kind is RequestOutputKind.DELTA:
             own.text, own.token_ids = own.text[characters:], own.token_ids[tokens:]
             own.logprobs = None if own.logprobs is None else own.logprobs[tokens:]
+
+
+@dataclass
+class Pooled:
+    """A prompt of a pooling model.
+
+    Attributes:
+        make: its output, once it was computed.
+    """
+
+    state: PromptState
+    make: Callable[[PromptState], PoolingRequestOutput[PoolingOutput]]
+
+    def is_due(self, is_time: bool) -> bool:
+        return self.state.finished
+
+    def next_output(self, name: str) -> PoolingRequestOutput[PoolingOutput] | LLMError:
+        """Its output; an error if it has ended without one."""
+        if self.state.completions[0].request.pooled is None:
+            return LLMError("the request was aborted before it was computed.")
+        output = self.make(self.state)
+        output.request_id = name
+        return output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from llm import (
     SamplingParams,
     ValidationError,
 )
+from llm.base.fair_lock import FairLock
 from llm.errors import EngineClosedError, PromptTooLongError
 from llm.inputs import LoRARequest
 
@@ -434,10 +436,55 @@ def test_adapters_and_vectors_are_asked_for_as_of_vllm(engine: AsyncLLM) -> None
         timed(engine.add_lora(LoRARequest("a", 1, "/nowhere")))
     with pytest.raises(ValidationError, match="this model generates text"):
         timed(encode(engine))
-    with open_llm(runner="pooling", max_model_len=64) as pooling, AsyncLLM(pooling) as made:
-        [output] = timed(encode(made))
-        [vector] = pooling.embed([PROMPTS[0]], use_tqdm=False)
-        assert output.request_id == "mine" and output.outputs.data.tolist() == vector.outputs.embedding
+
+
+@pytest.fixture(scope="module")
+def pooling() -> Iterator[LLM]:
+    with open_llm(runner="pooling", max_model_len=64, max_num_seqs=8, num_threads=1) as opened:
+        yield opened
+
+
+async def encoded(engine: AsyncLLM, *args: Any) -> Any:
+    [output] = [output async for output in engine.encode(*args)]
+    return output
+
+
+def test_prompts_of_several_tasks_are_encoded_in_the_same_steps(pooling: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = [output.outputs.embedding for output in pooling.embed(PROMPTS, use_tqdm=False)]
+    steps, embed = steps_of(pooling, monkeypatch), PoolingParams(task="embed")
+
+    async def several(engine: AsyncLLM) -> list[Any]:
+        calls = [encoded(engine, prompt, embed, f"id-{index}") for index, prompt in enumerate(PROMPTS)]
+        by_token = encoded(engine, PROMPTS[0])
+        wrong = encoded(engine, "x", PoolingParams(task="classify"))
+        return await asyncio.gather(*calls, by_token, wrong, return_exceptions=True)
+
+    with AsyncLLM(pooling) as engine:
+        *outputs, by_token, wrong = timed(several(engine))
+    assert steps == [len(PROMPTS) + 1]
+    assert [output.outputs.data.tolist() for output in outputs] == vectors
+    assert [output.request_id for output in outputs] == [f"id-{index}" for index in range(len(PROMPTS))]
+    assert by_token.outputs.data.shape == (len(by_token.prompt_token_ids), len(vectors[0]))
+    assert isinstance(wrong, ValidationError) and wrong.parameter == "pooling_task"
+    assert_idle(pooling)
+
+
+def test_a_prompt_to_encode_may_be_aborted_or_left(pooling: LLM) -> None:
+    async def ended(engine: AsyncLLM) -> list[Any]:
+        await engine.pause_generation()
+        tasks = [asyncio.create_task(encoded(engine, prompt, None, prompt)) for prompt in PROMPTS[:3]]
+        await asyncio.sleep(0)
+        await engine.abort(PROMPTS[0])
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        await engine.resume_generation()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    with AsyncLLM(pooling) as engine:
+        aborted, left, whole = timed(ended(engine))
+    assert isinstance(aborted, LLMError) and "aborted" in str(aborted)
+    assert isinstance(left, asyncio.CancelledError) and whole.finished
+    assert_idle(pooling)
 
 
 def test_the_event_loop_runs_while_a_prompt_is_tokenized(
@@ -456,6 +503,53 @@ def test_the_event_loop_runs_while_a_prompt_is_tokenized(
         return await told(engine, PROMPTS[0], SamplingParams(max_tokens=2))
 
     assert timed(generate())[-1].finished
+
+
+def in_turn(lock: Any) -> bool:
+    """True if a thread that waits comes before the one that has just released the lock."""
+    order: list[str] = []
+
+    def wait() -> None:
+        waits.set()
+        with lock:
+            order.append("waits")
+
+    waits, other = threading.Event(), threading.Thread(target=wait)
+    with lock:
+        other.start()
+        waits.wait()
+        time.sleep(0.01)  # until it asks for the lock
+    with lock:
+        order.append("takes it again")
+    other.join()
+    return order[0] == "waits"
+
+
+def test_the_lock_of_calls_goes_to_who_waits() -> None:
+    """A thread that steps again and again would keep it."""
+    lock = FairLock()
+    assert all(in_turn(lock) for _ in range(10))
+    assert not all(in_turn(threading.RLock()) for _ in range(10))
+    with lock:
+        assert lock.acquire() and lock._is_owned()
+        lock.release()
+    assert lock.acquire(blocking=False) and not lock._next.locked()
+    lock.release()
+    assert not lock._is_owned()
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_signal_while_the_lock_is_taken_leaves_it_free(place: str) -> None:
+    class Interrupted(FairLock):
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+            if place == "after":
+                super().acquire()
+            raise KeyboardInterrupt
+
+    lock = Interrupted()
+    with pytest.raises(KeyboardInterrupt), lock:
+        pass
+    assert not lock._is_owned()
 
 
 def test_another_call_on_the_llm_fails_and_the_request_says_so(
