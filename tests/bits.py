@@ -99,8 +99,11 @@ def digests(folder: Path) -> Iterator[tuple[str, str]]:
     models = [(path.name, (str(path),), SCHEMES) for path in sorted(folder.iterdir()) if path.is_dir()]
     for model, arguments, schemes in [*models, ("embedded", (), SCHEMES | GROUPED)]:
         for scheme, options in schemes.items():
-            with LLM(*arguments, **LIMITS, **options) as llm:
-                yield f"{model}, {scheme}", digest(llm)
+            try:
+                with LLM(*arguments, **LIMITS, **options) as llm:
+                    yield f"{model}, {scheme}", digest(llm)
+            except ValueError as error:
+                yield f"{model}, {scheme}", f"error: {error}"
 
 
 def digest(llm: Any) -> str:

@@ -51,7 +51,7 @@ class ShortConv(MambaBase, CustomOp):
             tp=tp,
             return_bias=False,
         )
-        self.conv = CausalConv1d([dim], kernel_size, bias=bias, params_dtype=params_dtype, tp=tp)
+        self.conv = CausalConv1d([dim], kernel_size, bias=bias, params_dtype=torch.float32, tp=tp)
         self.out_proj = RowParallelLinear(
             dim,
             dim,

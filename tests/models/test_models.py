@@ -234,6 +234,15 @@ def _is_norm_weight(name: str, data: torch.Tensor) -> bool:
     return data.dim() == 1 and name.endswith("weight")
 
 
+def test_matrices_may_be_stored_as_bfloat16(case: Case) -> None:
+    """Vectors stay float32 beside them: every operation takes both."""
+    with case.load(dtype="bfloat16") as llm:
+        for output in llm.generate(
+            case.prompts[:1], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False
+        ):
+            assert len(output.outputs[0].token_ids) == 2
+
+
 def test_weights_stay_as_stored(case: Case) -> None:
     """All but biases: those are few, and kept as they are computed with."""
     weights = {name: parameter for name, parameter in case.parameters.items() if not name.endswith(".bias")}
