@@ -88,14 +88,14 @@ class StepSize(NamedTuple):
         tokens, rows: the most that a step of this size has: its inputs have memory for so many. A smaller step is
             padded with token 0 and empty rows, in block 0 of every cache and slot 0 of every state, which no request
             has.
-        lines: the tokens of every row, if all rows have as many and all need logits (decode steps, with drafts or
-            without); 0: rows may have any number of tokens.
+        tokens_per_row: the tokens of every row, if all rows have as many and all need logits (decode steps, with drafts
+            or without); 0: rows may have any number of tokens.
         bound_to: what else a recording holds for, such as the number of threads.
     """
 
     tokens: int
     rows: int
-    lines: int = 0
+    tokens_per_row: int = 0
     bound_to: Hashable = None
 
 
@@ -262,7 +262,7 @@ class Backend:
 
     # --- Recording. ---
 
-    def step_sizes(self, tokens: int, rows: int, lines: int) -> Sequence[tuple[StepSize, int | None]]:
+    def step_sizes(self, tokens: int, rows: int, tokens_per_row: int) -> Sequence[tuple[StepSize, int | None]]:
         """The sizes that serve a step, the best first; none: it is computed operation by operation.
 
         With each, how many steps of it are computed before one is recorded; None: this step is not to be recorded, only
@@ -270,7 +270,7 @@ class Backend:
 
         Args:
             tokens, rows: of the step.
-            lines: as of `StepSize`.
+            tokens_per_row: as of `StepSize`.
         """
         return ()
 

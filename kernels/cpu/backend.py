@@ -67,8 +67,8 @@ class CpuBackend(Backend):
         self.library.pool.clear()
         self.library.end_threads()
 
-    def step_sizes(self, tokens: int, rows: int, lines: int) -> Sequence[tuple[StepSize, int | None]]:
-        return _step_sizes(tokens, rows, lines, torch.get_num_threads())
+    def step_sizes(self, tokens: int, rows: int, tokens_per_row: int) -> Sequence[tuple[StepSize, int | None]]:
+        return _step_sizes(tokens, rows, tokens_per_row, torch.get_num_threads())
 
     def record(
         self,
@@ -77,7 +77,7 @@ class CpuBackend(Backend):
         size: StepSize | None = None,
         fill: Callable[[int], None] | None = None,
     ) -> Recorded:
-        most = 0 if size is None or size.lines else size.tokens
+        most = 0 if size is None or size.tokens_per_row else size.tokens
         results: Sequence[torch.Tensor] | None = None
         try:
             with record(self.library, tokens if most else 0, most) as large:
@@ -97,12 +97,12 @@ class CpuBackend(Backend):
 
 
 @functools.lru_cache(maxsize=256)
-def _step_sizes(tokens: int, rows: int, lines: int, threads: int) -> Sequence[tuple[StepSize, int | None]]:
+def _step_sizes(tokens: int, rows: int, tokens_per_row: int, threads: int) -> Sequence[tuple[StepSize, int | None]]:
     """A program for each size of small decode steps that comes twice, and one for steps of any size."""
     sizes: list[tuple[StepSize, int | None]] = []
-    has_own = lines > 0 and tokens <= _MOST_OWN_TOKENS
+    has_own = tokens_per_row > 0 and tokens <= _MOST_OWN_TOKENS
     if has_own:
-        sizes.append((StepSize(tokens, rows, lines, threads), min(1, tokens - 1)))
+        sizes.append((StepSize(tokens, rows, tokens_per_row, threads), min(1, tokens - 1)))
     if 1 < tokens <= MOST_TOKENS and rows <= MOST_ROWS:
         # Recording takes little longer than computing: the first step like this is recorded.
         after = 0 if tokens >= _LEAST_TOKENS and not has_own else None

@@ -43,12 +43,13 @@ class ModelAdapters:
     model: loaded and packed.
 
     Attributes:
-        tokens, lines: what the layers read: the slots of a step's tokens, and of the rows whose logits are computed.
+        tokens, logit rows: what the layers read: the slots of a step's tokens, and of the rows whose logits are
+            computed.
         change_experts, change_head: a loaded adapter changes experts, the LM head.
     """
 
     def __init__(self, model: nn.Module, config: LoRAConfig, backend: Backend) -> None:
-        self.tokens, self.lines = AdapterRows(), AdapterRows()
+        self.tokens, self.logit_rows = AdapterRows(), AdapterRows()
         self.change_experts = self.change_head = False
         self._targets = Targets(model)
         self._config = config
@@ -135,7 +136,7 @@ class ModelAdapters:
         found: LayerAdapters | None = getattr(target.layer, name)
         if found is None:
             operation = self._backend.op("lora_embedding" if is_lookup else "lora")
-            found = LayerAdapters(self.lines if target.is_head else self.tokens, operation)
+            found = LayerAdapters(self.logit_rows if target.is_head else self.tokens, operation)
             setattr(target.layer, name, found)
             width = target.layer.output_size if isinstance(target.layer, LinearBase) else target.channels
             self._widths[found] = width, is_lookup

@@ -1,6 +1,8 @@
-"""A step's input: its tokens, and the lines whose logits it needs. `InputBatch` makes it, the runner computes it.
+"""The persistent batch: one batch row per running request, kept between steps, and a step's input made from it.
 
-Owns no behaviour.
+The state of the rows is in NumPy arrays, so that a few vector operations build a step's input for any number of rows.
+Rows are packed: new rows fill the gaps of removed ones, then rows from the end fill the gaps that remain. The changes
+of a step are reported as a `BatchUpdate`, in the order its docstring states.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ class Drafts:
     """The drafts that a step verifies.
 
     Attributes:
-        firsts, ends: int64 [rows that sample], the indices of each one's first line and of that after its last.
-        tokens: int64 [sampled lines], the draft for the token after each line; -1 at a row's last line.
+        firsts, ends: int64 [rows that sample], the indices of each one's first logit row and of that after its last.
+        tokens: int64 [sampled logit rows], the draft for the token after each logit row; -1 at a row's last logit row.
     """
 
     firsts: np.ndarray
@@ -35,16 +37,16 @@ class Drafts:
 
 
 @dataclass
-class Lines:
+class LogitRows:
     """The (batch row, position) pairs whose logits a step needs, in the order of `ForwardBatch.logits_indices`.
 
-    The first `num_sampled` lines are sampled, row by row: the row's last known token, then its drafts. A line after a
-    draft counts only if that draft is accepted. The other lines are scored: they give the prompt logprob of the token
-    after them.
+    The first `num_sampled` logit rows are sampled, row by row: the row's last known token, then its drafts. A logit row
+    after a draft counts only if that draft is accepted. The other logit rows are scored: they give the prompt logprob
+    of the token after them.
 
     Attributes:
         rows, positions: int64 [L].
-        drafts: None if every row that samples has one line.
+        drafts: None if every row that samples has one logit row.
     """
 
     rows: np.ndarray
@@ -76,7 +78,7 @@ class StepInput:
 
     rows: np.ndarray
     counts: np.ndarray
-    lines: Lines
+    logit_rows: LogitRows
     forward_batch: ForwardBatch
     recurrent: RecurrentMetadata | None = None
 
@@ -92,6 +94,7 @@ class InputBatch:
 
     Args:
         upload: copies an array to a tensor on the device.
+        shares_memory: it does not copy, and the tensor follows what is written into the array.
         has_slots: the model has recurrent states.
         rolls_back: they do not see rejected drafts.
     """
@@ -104,11 +107,12 @@ class InputBatch:
         block_size: int,
         upload: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy,
         *,
+        shares_memory: bool = True,
         has_slots: bool = False,
         rolls_back: bool = False,
     ) -> None:
         self.block_size = block_size
-        self._upload = upload
+        self._upload, self._shares_memory = upload, shares_memory
         self.max_blocks = -(-max_model_len // block_size)
         self.request_ids: list[str] = []
         self.index: dict[str, int] = {}
@@ -174,10 +178,10 @@ class InputBatch:
         return step
 
     def _decodes(self, step: StepInput) -> bool:
-        """True if the step computes a token of every row, samples it, and is on a CPU."""
-        lines, rows = step.lines, len(self.request_ids)
-        is_plain = lines.num_sampled == rows == len(step.forward_batch.input_ids) and lines.drafts is None
-        return is_plain and not any(self.pooling) and step.forward_batch.input_ids.device.type == "cpu"
+        """True if the step computes a token of every row and samples it, and its arrays can be filled anew."""
+        logit_rows, rows = step.logit_rows, len(self.request_ids)
+        is_plain = logit_rows.num_sampled == rows == len(step.forward_batch.input_ids) and logit_rows.drafts is None
+        return is_plain and not any(self.pooling) and self._shares_memory
 
     def _build(self, plan: SchedulerOutput) -> StepInput:
         scheduled = np.zeros(len(self.request_ids), dtype=np.int64)
@@ -189,7 +193,7 @@ class InputBatch:
         row_of_token = np.repeat(rows, counts)
         positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts) + self.num_computed[row_of_token]
         lengths = self.num_computed[rows] + counts
-        lines, indices = self._lines(rows, ends, lengths, plan.draft_token_ids)
+        logit_rows, indices = self._find_logit_rows(rows, ends, lengths, plan.draft_token_ids)
         metadata: list[Any] = [
             self._attention(group, rows, row_of_token, positions, ends, counts, lengths)
             for group in range(len(self.block_tables))
@@ -207,7 +211,7 @@ class InputBatch:
         )
         if any(self.pooling):
             batch.token_types = self._upload((positions >= self.second_text[row_of_token]).astype(np.int64))
-        return StepInput(rows, counts, lines, batch, recurrent)
+        return StepInput(rows, counts, logit_rows, batch, recurrent)
 
     def adapters_of(self, rows: np.ndarray) -> torch.Tensor | None:
         """The slot of each row's adapter, int64; None if no row has one."""
@@ -230,16 +234,17 @@ class InputBatch:
         self.output_token_ids[row].extend(tokens)
 
     def settle(self, step: StepInput) -> None:
-        """Update the counts after all lines are sampled: rejected drafts do not count, and their blocks are freed."""
+        """Update the counts after all logit rows are sampled: rejected drafts do not count, and their blocks are
+        freed."""
         self.num_computed[step.rows] += step.counts
-        if step.lines.drafts is not None:
-            drafted = step.lines.sampled_rows[step.lines.num_drafts() > 0]
+        if step.logit_rows.drafts is not None:
+            drafted = step.logit_rows.sampled_rows[step.logit_rows.num_drafts() > 0]
             self.num_computed[drafted] = self.num_tokens[drafted] - 1
             # The same as in `BlockManager.trim`.
             self.num_blocks[:, drafted] = -(-self.num_computed[drafted] // self.block_size)
             if step.recurrent is not None:
                 own = np.zeros(len(self.request_ids), dtype=np.int64)
-                own[step.lines.sampled_rows] = step.lines.num_drafts()
+                own[step.logit_rows.sampled_rows] = step.logit_rows.num_drafts()
                 accepted = own[step.rows] + self.num_computed[step.rows] - step.recurrent.seq_lens_list
                 step.recurrent.store_accepted(self._upload(np.maximum(0, accepted).astype(np.int32)))
 
@@ -253,53 +258,53 @@ class InputBatch:
         self._changes = BatchUpdateBuilder()
         self._decode = None
 
-    def _lines(
+    def _find_logit_rows(
         self, rows: np.ndarray, ends: np.ndarray, lengths: np.ndarray, drafts: dict[str, list[int]]
-    ) -> tuple[Lines, np.ndarray]:
-        """The lines of a step, and their indices among its tokens.
+    ) -> tuple[LogitRows, np.ndarray]:
+        """The logit rows of a step, and their indices among its tokens.
 
         `ends`: cumulative token counts of `rows` in this step; `lengths`: their computed tokens after it.
         """
         samples = lengths >= self.num_tokens[rows]
-        lines = Lines(rows[samples], lengths[samples] - 1, 0)
+        logit_rows = LogitRows(rows[samples], lengths[samples] - 1, 0)
         indices = ends[samples] - 1
         if drafts:
-            indices = self._add_drafts(lines, indices, drafts)
-        lines.num_sampled = len(indices)
+            indices = self._add_drafts(logit_rows, indices, drafts)
+        logit_rows.num_sampled = len(indices)
         if self._scored:
-            indices = self._add_scored(lines, indices, rows, ends, lengths)
-        return lines, indices
+            indices = self._add_scored(logit_rows, indices, rows, ends, lengths)
+        return logit_rows, indices
 
-    def _add_drafts(self, lines: Lines, indices: np.ndarray, drafts: dict[str, list[int]]) -> np.ndarray:
-        """Replace the last line of each row that samples by all its lines; returns their indices."""
+    def _add_drafts(self, logit_rows: LogitRows, indices: np.ndarray, drafts: dict[str, list[int]]) -> np.ndarray:
+        """Replace the last logit row of each row that samples by all its logit rows; returns their indices."""
         for request_id, own in drafts.items():
             row = self.index[request_id]
             start = self.num_tokens[row]
             # Stored after the known tokens: `append` overwrites them.
             self.token_ids[row, start : start + len(own)] = own
-        counts = lines.positions - self.num_tokens[lines.rows] + 2
+        counts = logit_rows.positions - self.num_tokens[logit_rows.rows] + 2
         ends = np.cumsum(counts)
         firsts = ends - counts
         until_last = np.repeat(ends - 1, counts) - np.arange(ends[-1])
-        lines.rows = np.repeat(lines.rows, counts)
-        lines.positions = np.repeat(lines.positions, counts) - until_last
-        following = np.minimum(lines.positions + 1, self.token_ids.shape[1] - 1)
-        tokens = np.where(until_last > 0, self.token_ids[lines.rows, following], -1)
-        lines.drafts = Drafts(firsts, ends, tokens)
+        logit_rows.rows = np.repeat(logit_rows.rows, counts)
+        logit_rows.positions = np.repeat(logit_rows.positions, counts) - until_last
+        following = np.minimum(logit_rows.positions + 1, self.token_ids.shape[1] - 1)
+        tokens = np.where(until_last > 0, self.token_ids[logit_rows.rows, following], -1)
+        logit_rows.drafts = Drafts(firsts, ends, tokens)
         return np.repeat(indices, counts) - until_last
 
     def _add_scored(
-        self, lines: Lines, indices: np.ndarray, rows: np.ndarray, ends: np.ndarray, lengths: np.ndarray
+        self, logit_rows: LogitRows, indices: np.ndarray, rows: np.ndarray, ends: np.ndarray, lengths: np.ndarray
     ) -> np.ndarray:
-        """Add lines for the prompt tokens whose next token needs a logprob: all but the prompt's last."""
+        """Add logit rows for the prompt tokens whose next token needs a logprob: all but the prompt's last."""
         firsts = np.maximum(self.num_computed[rows], self.prompt_logprobs_from[rows])
         lasts = np.minimum(lengths, self.num_prompt_tokens[rows] - 1)
         wanted = np.flatnonzero(firsts < lasts).tolist()
         if not wanted:
             return indices
         spans = [np.arange(firsts[index], lasts[index]) for index in wanted]
-        lines.rows = np.concatenate((lines.rows, np.repeat(rows[wanted], list(map(len, spans)))))
-        lines.positions = np.concatenate((lines.positions, *spans))
+        logit_rows.rows = np.concatenate((logit_rows.rows, np.repeat(rows[wanted], list(map(len, spans)))))
+        logit_rows.positions = np.concatenate((logit_rows.positions, *spans))
         # position + ends - lengths is the position's index among the step's tokens.
         shifted = [span + (ends[index] - lengths[index]) for span, index in zip(spans, wanted, strict=True)]
         return np.concatenate((indices, *shifted))
@@ -425,7 +430,7 @@ def _starts(ends: np.ndarray) -> np.ndarray:
 
 
 class DecodeInput:
-    """The input of steps in which every batch row computes its last known token and samples; the device is a CPU.
+    """The input of steps in which every batch row computes its last known token and samples; tensors share the memory of arrays.
 
     Args:
         step: the first of them, as `InputBatch.build` made it.
@@ -451,7 +456,7 @@ class DecodeInput:
     def fill(self, batch: InputBatch) -> StepInput:
         """The input of the next step, in the memory of the last one's."""
         step, positions = self._step, self._positions
-        positions[:] = step.lines.positions[:] = batch.num_computed[: len(positions)]
+        positions[:] = step.logit_rows.positions[:] = batch.num_computed[: len(positions)]
         self._input_ids[:] = batch.token_ids[step.rows, positions]
         lengths = positions + 1
         listed = lengths.tolist()

@@ -1,15 +1,17 @@
-"""What a step's lines give: sampled tokens, accepted drafts, logprobs of prompt tokens.
+"""What a step's logit rows give: sampled tokens, accepted drafts, logprobs of prompt tokens.
 
 Owns verification. The token sampled at a position depends on the row's logits, its parameters and (seed, position)
 alone. So the token that a row would sample without drafts is known, and a draft is right if it equals that token: no
 rejection sampling, and the same distribution and bits as without drafts. A row takes the sampled token of each of its
-lines, up to and including the first that differs from the draft. The logits of later lines followed a wrong token.
+logit rows, up to and including the first that differs from the draft. The logits of later logit rows followed a wrong
+token.
 
-Logits processors see the output tokens up to their line. So lines are sampled in rounds: the first line of every row,
-then the second line of the rows whose first draft was right, and so on. Between rounds the accepted tokens are appended
-and `update_state(None)` is called, as between steps; to a processor a round is a step in which the other rows are not
-scheduled. No state is ever rolled back. Without active processors one round samples all lines. Where a grammar is the
-only one and leaves no other token than the draft, there is nothing to sample: a round begins with all such tokens.
+Logits processors see the output tokens up to their logit row. So logit rows are sampled in rounds: the first logit row
+of every row, then the second logit row of the rows whose first draft was right, and so on. Between rounds the accepted
+tokens are appended and `update_state(None)` is called, as between steps; to a processor a round is a step in which the
+other rows are not scheduled. No state is ever rolled back. Without active processors one round samples all logit rows.
+Where a grammar is the only one and leaves no other token than the draft, there is nothing to sample: a round begins
+with all such tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import torch
 
 from llm.engine.step import RunnerOutput
 from llm.errors import LogitsProcessorError
-from llm.runner.batch import Drafts, InputBatch, Lines
+from llm.runner.batch import Drafts, InputBatch, LogitRows
 from llm.runner.recorded import Scores
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, select_lines
@@ -33,29 +35,30 @@ _MANY = 2**31  # more logprobs than any vocabulary has tokens
 
 @dataclass
 class _Sampled:
-    """The token of each line, and line -> requested logprobs, line -> error; lines are counted from the first."""
+    """The token of each logit row, and logit row -> requested logprobs, logit row -> error; logit rows are counted from
+    the first."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
 
     def add(self, start: int, found: SamplerOutput) -> None:
-        """Append the sampler's output for the lines from `start` on."""
+        """Append the sampler's output for the logit rows from `start` on."""
         self.tokens += found.tokens.tolist()
-        for line, logprobs in found.logprobs.items():
-            self.logprobs[start + line] = logprobs
-        for line, error in found.errors.items():
-            self.errors[start + line] = error
+        for logit_row, logprobs in found.logprobs.items():
+            self.logprobs[start + logit_row] = logprobs
+        for logit_row, error in found.errors.items():
+            self.errors[start + logit_row] = error
 
 
 @dataclass
-class LineReader:
-    """Turns the hidden states of one step's lines into the runner's answer.
+class LogitRowReader:
+    """Turns the hidden states of one step's logit rows into the runner's answer.
 
     Attributes:
         batch: sampled tokens are appended to its rows.
         compute_logits: hidden states [L, H] and their batch rows -> float32 [L, vocab].
-        lines_at_once: most lines whose logits may be in memory at once.
+        lines_at_once: most logit rows whose logits may be in memory at once.
         scores: hidden states -> the same logits if the step was recorded, else None.
     """
 
@@ -63,34 +66,40 @@ class LineReader:
     sampler: Sampler
     processors: LogitsProcessors
     compute_logits: Callable[[torch.Tensor, np.ndarray], torch.Tensor]
-    lines_at_once: int
+    logit_rows_at_once: int
     scores: Callable[[torch.Tensor], Scores | None]
 
-    def read(self, hidden: torch.Tensor, lines: Lines, result: RunnerOutput) -> None:
-        """Hidden states [L, H] of all lines -> tokens, logprobs and errors in `result`; tokens are also appended."""
-        count = lines.num_sampled
-        if count < len(lines.rows):
-            self._score(hidden[count:], lines.rows[count:], lines.positions[count:], result)
-            hidden, lines = hidden[:count], replace(lines, rows=lines.rows[:count], positions=lines.positions[:count])
-        if lines.drafts is None:
-            self._take(lines.rows, self._sample(hidden, lines.rows, lines.positions), result)
+    def read(self, hidden: torch.Tensor, logit_rows: LogitRows, result: RunnerOutput) -> None:
+        """Hidden states [L, H] of all logit rows -> tokens, logprobs and errors in `result`; tokens are also
+        appended."""
+        count = logit_rows.num_sampled
+        if count < len(logit_rows.rows):
+            self._score(hidden[count:], logit_rows.rows[count:], logit_rows.positions[count:], result)
+            hidden, logit_rows = (
+                hidden[:count],
+                replace(logit_rows, rows=logit_rows.rows[:count], positions=logit_rows.positions[:count]),
+            )
+        if logit_rows.drafts is None:
+            self._take(logit_rows.rows, self._sample(hidden, logit_rows.rows, logit_rows.positions), result)
         elif self.processors.is_idle() and not self.processors.custom:
-            self._verify_at_once(hidden, lines, lines.drafts, result)
+            self._verify_at_once(hidden, logit_rows, logit_rows.drafts, result)
         else:
-            self._verify_in_rounds(hidden, lines, lines.drafts, result)
+            self._verify_in_rounds(hidden, logit_rows, logit_rows.drafts, result)
 
-    def _verify_at_once(self, hidden: torch.Tensor, lines: Lines, drafts: Drafts, result: RunnerOutput) -> None:
-        sampled = self._sample(hidden, lines.rows, lines.positions)
+    def _verify_at_once(
+        self, hidden: torch.Tensor, logit_rows: LogitRows, drafts: Drafts, result: RunnerOutput
+    ) -> None:
+        sampled = self._sample(hidden, logit_rows.rows, logit_rows.positions)
         right = drafts.tokens == sampled.tokens
         right[list(sampled.errors)] = False
         lasts = np.flatnonzero(~right)
         lasts = lasts[np.searchsorted(lasts, drafts.firsts)]
-        firsts, rows = drafts.firsts.tolist(), lines.rows[drafts.firsts].tolist()
+        firsts, rows = drafts.firsts.tolist(), logit_rows.rows[drafts.firsts].tolist()
         for row, first, last in zip(rows, firsts, lasts.tolist(), strict=True):
             name = self.batch.request_ids[row]
             reached = range(first, last + 1)
             if sampled.logprobs:
-                own = [sampled.logprobs[line] for line in reached if line in sampled.logprobs]
+                own = [sampled.logprobs[logit_row] for logit_row in reached if logit_row in sampled.logprobs]
                 if own:
                     result.logprobs[name] = own
             if last in sampled.errors:
@@ -100,45 +109,48 @@ class LineReader:
                 result.sampled_token_ids[name] = sampled.tokens[reached.start : reached.stop]
                 self.batch.extend(row, sampled.tokens[reached.start : reached.stop])
 
-    def _verify_in_rounds(self, hidden: torch.Tensor, lines: Lines, drafts: Drafts, result: RunnerOutput) -> None:
+    def _verify_in_rounds(
+        self, hidden: torch.Tensor, logit_rows: LogitRows, drafts: Drafts, result: RunnerOutput
+    ) -> None:
         # One GEMM with the LM head for all rounds, if its result fits.
         scores, logits = self.scores(hidden), None
         if scores is not None:
             logits = scores.logits
-        elif len(lines.rows) <= self.lines_at_once:
-            logits = self.compute_logits(hidden, lines.rows)
+        elif len(logit_rows.rows) <= self.logit_rows_at_once:
+            logits = self.compute_logits(hidden, logit_rows.rows)
 
         def sample_round(current: np.ndarray) -> np.ndarray:
             if logits is not None:
-                current = self._take_forced(logits, current, lines.rows, result)
-            own = _of_lines(hidden if logits is None else logits, current)
-            sampled = self._sample(own, lines.rows[current], lines.positions[current], logits is not None)
-            self._take(lines.rows[current], sampled, result)
+                current = self._take_forced(logits, current, logit_rows.rows, result)
+            own = _of_logit_rows(hidden if logits is None else logits, current)
+            sampled = self._sample(own, logit_rows.rows[current], logit_rows.positions[current], logits is not None)
+            self._take(logit_rows.rows[current], sampled, result)
             return _accepted(drafts, current, sampled)
 
         current = sample_round(drafts.firsts)
         try:
             while len(current):
-                self.processors.update_state(None, _drafts_from(lines.rows, drafts, current))
+                self.processors.update_state(None, _drafts_from(logit_rows.rows, drafts, current))
                 current = sample_round(current)
         except LogitsProcessorError as error:
             # The accepted tokens may have ended these rows, so the engine decides whether the call fails.
-            result.errors.update((self.batch.request_ids[row], error) for row in lines.rows[current].tolist())
+            result.errors.update((self.batch.request_ids[row], error) for row in logit_rows.rows[current].tolist())
 
     def _take_forced(
         self, logits: torch.Tensor, current: np.ndarray, rows: np.ndarray, result: RunnerOutput
     ) -> np.ndarray:
-        """Append the tokens to which a row's grammar leaves no alternative; returns the line after them of each row.
+        """Append the tokens to which a row's grammar leaves no alternative; returns the logit row after them of each
+        row.
 
         A row that asks for logprobs samples them. So does one whose logits would give an error.
         """
         batch, after = self.batch, current.copy()
-        for index, line in enumerate(current.tolist()):
-            row = int(rows[line])
+        for index, logit_row in enumerate(current.tolist()):
+            row = int(rows[logit_row])
             tokens = self.processors.forced(row) if batch.sampling.logprobs[row] == NO_LOGPROBS else []
             if not tokens:
                 continue
-            own = logits[torch.arange(line, line + len(tokens)), tokens].isfinite().tolist()
+            own = logits[torch.arange(logit_row, logit_row + len(tokens)), tokens].isfinite().tolist()
             tokens = tokens[: [*own, False].index(False)]
             batch.extend(row, tokens)
             result.sampled_token_ids.setdefault(batch.request_ids[row], []).extend(tokens)
@@ -148,20 +160,20 @@ class LineReader:
     def _sample(
         self, source: torch.Tensor, rows: np.ndarray, positions: np.ndarray, has_logits: bool = False
     ) -> _Sampled:
-        """LM head and sampler in chunks of lines; in one chunk if a processor is active, as it must see the batch.
+        """LM head and sampler in chunks of logit rows; in one chunk if a processor is active, as it must see the batch.
 
         `source`: hidden states [L, H]; if `has_logits`, logits [L, vocab], which may be overwritten.
         """
         batch = self.batch
         processors = None if self.processors.is_idle() else self.processors
         scores = None if has_logits else self.scores(source)
-        if scores is not None:  # of few lines: they are one chunk
+        if scores is not None:  # of few logit rows: they are one chunk
             source, has_logits = scores.logits, True
             if processors is None:
                 tokens = self.sampler.likeliest(scores.largest, scores.tokens, batch.sampling)
                 if tokens is not None:
                     return _Sampled(tokens)
-        size = len(rows) if processors is not None else self.lines_at_once
+        size = len(rows) if processors is not None else self.logit_rows_at_once
         outputs = positions + 1 - batch.num_prompt_tokens[rows]
         sampled = _Sampled()
         for start in range(0, len(rows), size or 1):
@@ -192,8 +204,8 @@ class LineReader:
             result.sampled_token_ids.setdefault(request_id, []).append(token)
 
     def _score(self, hidden: torch.Tensor, rows: np.ndarray, positions: np.ndarray, result: RunnerOutput) -> None:
-        """LM head and logprobs of the prompt tokens after these lines, in chunks of lines."""
-        batch, size = self.batch, self.lines_at_once
+        """LM head and logprobs of the prompt tokens after these logit rows, in chunks of logit rows."""
+        batch, size = self.batch, self.logit_rows_at_once
         tokens = batch.token_ids[rows, positions + 1].astype(np.int64)
         counts = np.array([min(batch.params[row].prompt_logprobs or 0, _MANY) for row in rows.tolist()])
         found: list[TokenLogprobs] = []
@@ -205,22 +217,22 @@ class LineReader:
             result.prompt_logprobs.setdefault(batch.request_ids[row], []).append(logprobs)
 
 
-def _of_lines(tensor: torch.Tensor, lines: np.ndarray) -> torch.Tensor:
-    """These lines of a tensor; a single one without a copy, as no line is read twice."""
-    return tensor[lines[0] : lines[0] + 1] if len(lines) == 1 else select_lines(tensor, lines)
+def _of_logit_rows(tensor: torch.Tensor, logit_rows: np.ndarray) -> torch.Tensor:
+    """These logit rows of a tensor; a single one without a copy, as no logit row is read twice."""
+    return tensor[logit_rows[0] : logit_rows[0] + 1] if len(logit_rows) == 1 else select_lines(tensor, logit_rows)
 
 
 def _drafts_from(rows: np.ndarray, drafts: Drafts, current: np.ndarray) -> dict[int, list[int]]:
-    """Batch row -> its drafts after each of the `current` lines."""
+    """Batch row -> its drafts after each of the `current` logit rows."""
     lasts = drafts.ends[np.searchsorted(drafts.ends, current, side="right")] - 1
     return {
-        int(rows[line]): drafts.tokens[line:last].tolist()
-        for line, last in zip(current.tolist(), lasts.tolist(), strict=True)
+        int(rows[logit_row]): drafts.tokens[logit_row:last].tolist()
+        for logit_row, last in zip(current.tolist(), lasts.tolist(), strict=True)
     }
 
 
 def _accepted(drafts: Drafts, current: np.ndarray, sampled: _Sampled) -> np.ndarray:
-    """The next line of each row whose sampled token equals its draft."""
+    """The next logit row of each row whose sampled token equals its draft."""
     is_right = drafts.tokens[current] == sampled.tokens
     is_right[list(sampled.errors)] = False
     return current[is_right] + 1

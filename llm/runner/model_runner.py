@@ -59,7 +59,7 @@ from llm.runner.inspection import (
     what_varies,
 )
 from llm.runner.kv_cache import CacheRows, allocate_kv_caches, allocate_recurrent_states
-from llm.runner.logit_rows import LineReader
+from llm.runner.logit_rows import LogitRowReader
 from llm.runner.pooler import Pooler
 from llm.runner.profile import RunnerProfile
 from llm.runner.recorded import RecordedSteps, Scores
@@ -72,7 +72,7 @@ from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.sampler import Sampler
 
 R = TypeVar("R")
-# Logits are computed for as many lines at a time as fit in this many bytes.
+# Logits are computed for as many logit rows at a time as fit in this many bytes.
 _LOGITS_BYTES = 64 << 20
 
 
@@ -154,11 +154,12 @@ class ModelRunner:
             len(groups),
             cache.block_size,
             self.backend.upload,
+            shares_memory=self.backend.shares_host_memory,
             has_slots=cache.num_state_slots > 0,
             rolls_back=all_roll_back(specs),
         )
         self._vocab_size = config.model_config.vocab_size
-        self._lines_per_logits_chunk = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
+        self._logit_rows_at_once = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
         if config.lora_config is not None:
             self.adapters = ModelAdapters(self.model, config.lora_config, self.backend)
         if self.plan.pooling is not None:
@@ -477,7 +478,7 @@ class ModelRunner:
 
     def _pool(self, pooler: Pooler, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
         """Pool the hidden states [N, H] of the step's rows; those whose last token was computed have a result."""
-        batch, start, done = self.batch, 0, set(step.lines.rows.tolist())
+        batch, start, done = self.batch, 0, set(step.logit_rows.rows.tolist())
         finished = {}
         for row, count in zip(step.rows.tolist(), step.counts.tolist(), strict=True):
             own = batch.pooling[row]
@@ -491,10 +492,10 @@ class ModelRunner:
         batch.settle(step)
 
     def _logits_of(self, hidden: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-        """`compute_logits` of lines of these batch rows."""
+        """`compute_logits` of logit rows of these batch rows."""
         if self.adapters is None:
             return self.compute_logits(hidden)
-        with self.adapters.lines.of(self.batch.adapters_of(rows)):
+        with self.adapters.logit_rows.of(self.batch.adapters_of(rows)):
             return self.compute_logits(hidden)
 
     def _scores(self, hidden: torch.Tensor) -> Scores | None:
@@ -504,13 +505,13 @@ class ModelRunner:
         return self.recorded.scores(hidden)
 
     def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
-        """Sample and score the step's lines from the hidden states [N, H]."""
-        reader = LineReader(
-            *(self.batch, self.sampler, self.processors, self._logits_of, self._lines_per_logits_chunk), self._scores
+        """Sample and score the step's logit rows from the hidden states [N, H]."""
+        reader = LogitRowReader(
+            *(self.batch, self.sampler, self.processors, self._logits_of, self._logit_rows_at_once), self._scores
         )
-        if step.lines.num_sampled < len(hidden):  # otherwise these are all, in order
+        if step.logit_rows.num_sampled < len(hidden):  # otherwise these are all, in order
             hidden = self.backend.op("select_rows")(hidden, step.forward_batch.logits_indices)
-        reader.read(hidden, step.lines, result)
+        reader.read(hidden, step.logit_rows, result)
         self.batch.settle(step)
 
 

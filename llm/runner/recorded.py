@@ -23,7 +23,7 @@ from llm.kernels.backend import Backend, Recording, StepSize
 
 Metadata = AttentionMetadata | RecurrentMetadata
 
-# Recordings with `lines` to keep; the least recently used is dropped first.
+# Recordings with `tokens_per_row` to keep; the least recently used is dropped first.
 _MAX_STEPS = 8
 _MAX_SEEN = 64
 # Logits of a step in bytes, for its LM head to be recorded. With more of them Python's share of a step is small.
@@ -37,8 +37,8 @@ class Scores(NamedTuple):
     """The logits of a step's tokens; the next step like it overwrites them.
 
     Attributes:
-        logits: float32 [L, vocab].
-        largest, tokens: float32 [L] and int64 [L], the largest logit of each line and its token, as of `argmax`.
+        logits: float32 [N, vocab].
+        largest, tokens: float32 [N] and int64 [N], the largest logit of each token and its id, as of `argmax`.
     """
 
     logits: torch.Tensor
@@ -90,7 +90,7 @@ class RecordedSteps:
         self._compute_logits = compute_logits
         self._vocab_size = vocab_size
         self._rolls_back = rolls_back
-        self._steps: dict[_Key, _Step] = {}  # with `lines`, the latest used last
+        self._steps: dict[_Key, _Step] = {}  # with `tokens_per_row`, the latest used last
         self._any_size: dict[_Key, _Step] = {}
         self._seen: dict[_Key, int] = {}  # how often, of the last kinds of steps, the latest last
         # The step that was replayed last, and its hidden states.
@@ -101,13 +101,13 @@ class RecordedSteps:
         self._last = None
         if self.refusal is not None or not batch.metadata or not self._is_plain(batch):
             return None
-        tokens, counts, lines = len(batch.input_ids), batch.metadata[0].query_lens_list, _lines_per_row(batch)
+        tokens, counts, tokens_per_row = len(batch.input_ids), batch.metadata[0].query_lens_list, _tokens_per_row(batch)
         has_adapters, stores_less = batch.adapter_ids is not None, any(map(_stores_less, batch.metadata))
-        for size, after in self._backend.step_sizes(tokens, len(counts), lines):
-            if not size.lines and not self._takes_any_size(batch):
+        for size, after in self._backend.step_sizes(tokens, len(counts), tokens_per_row):
+            if not size.tokens_per_row and not self._takes_any_size(batch):
                 continue
             key = size, has_adapters, stores_less
-            step = (self._steps if size.lines else self._any_size).get(key)
+            step = (self._steps if size.tokens_per_row else self._any_size).get(key)
             if step is not None:
                 return self._replay(key, step, batch)
             if after is not None and self._times_seen(key) >= after:
@@ -140,7 +140,7 @@ class RecordedSteps:
             return None
         hidden, *batch.taps = found
         step.inputs.share_calls(batch)
-        if key[0].lines:
+        if key[0].tokens_per_row:
             self._steps[key] = self._steps.pop(key)
             self._last = step, hidden
         return hidden
@@ -159,15 +159,15 @@ class RecordedSteps:
             recording = self._backend.record(compute, tokens, size, lambda tokens: inputs.fill(batch, tokens))
         except (IndexError, RuntimeError, ValueError) as error:
             # The caller computes the step, which raises again; but states that have changed must not change twice.
-            if size.lines or any(isinstance(item, RecurrentMetadata) for item in batch.metadata):
+            if size.tokens_per_row or any(isinstance(item, RecurrentMetadata) for item in batch.metadata):
                 raise
             self.any_size_refusal = f"{type(error).__name__}: {error}"
             return None
-        if recording.refusal and size.lines:
+        if recording.refusal and size.tokens_per_row:
             self.refusal = recording.refusal
         elif recording.refusal:
             self.any_size_refusal = recording.refusal
-        elif not size.lines:
+        elif not size.tokens_per_row:
             self._any_size[key] = _Step(recording, inputs)
         else:
             if len(self._steps) == _MAX_STEPS:
@@ -229,7 +229,7 @@ class StepInputs:
 
     def fill(self, batch: ForwardBatch, tokens: int) -> None:
         """Copy the first `tokens` of `batch`, and pad the rest."""
-        fewer, self._tokens, lines = tokens < self._tokens, tokens, self._size.lines
+        fewer, self._tokens, tokens_per_row = tokens < self._tokens, tokens, self._size.tokens_per_row
         _copy(self._input_ids, batch.input_ids, tokens, fewer)
         _copy(self._positions, batch.positions, tokens, fewer)
         if self._adapter_ids is not None and batch.adapter_ids is not None:
@@ -243,15 +243,15 @@ class StepInputs:
             else:
                 _copy(own.slots, source.slots, rows, fewer)
                 if own.stored is not None and source.stored is not None:
-                    _copy(own.stored, source.stored, rows, fewer, lines)
-            _copy(own.seq_lens, source.seq_lens, rows, fewer, lines)
-            if not lines:
+                    _copy(own.stored, source.stored, rows, fewer, tokens_per_row)
+            _copy(own.seq_lens, source.seq_lens, rows, fewer, tokens_per_row)
+            if not tokens_per_row:
                 own.query_start_loc.fill_(tokens)
                 own.query_start_loc[: rows + 1].copy_(source.query_start_loc.clamp(max=tokens))
 
     def batch(self, batch: ForwardBatch, tokens: int) -> ForwardBatch:
-        """As `batch`, with the first `tokens` of these tensors; of a size with `lines`, with all of them."""
-        count = self._size.tokens if self._size.lines else tokens
+        """As `batch`, with the first `tokens` of these tensors; of a size with `tokens_per_row`, with all of them."""
+        count = self._size.tokens if self._size.tokens_per_row else tokens
         own = [item if isinstance(item, RecurrentMetadata) else _first_tokens(item, count) for item in self._metadata]
         return replace(
             batch,
@@ -274,26 +274,26 @@ class StepInputs:
             return
         # It is only as wide as the step's longest request needs.
         own.block_table[:rows, : table.shape[1]].copy_(table[:rows])
-        if self._size.lines and rows < len(own.block_table):
+        if self._size.tokens_per_row and rows < len(own.block_table):
             own.block_table[rows:].zero_()
         self._tables[group] = table if rows else None
 
     def _own(self, metadata: Metadata, max_blocks: int) -> Metadata:
-        rows, lines, own = self._size.rows, self._size.lines, copy(metadata)
-        if lines or isinstance(own, RecurrentMetadata):
-            own.query_lens_list = _padded(metadata.query_lens_list, rows, lines)
-            own.seq_lens_list = _padded(metadata.seq_lens_list, rows, lines)
-        own.seq_lens = metadata.seq_lens.new_full((rows,), lines)
+        rows, tokens_per_row, own = self._size.rows, self._size.tokens_per_row, copy(metadata)
+        if tokens_per_row or isinstance(own, RecurrentMetadata):
+            own.query_lens_list = _padded(metadata.query_lens_list, rows, tokens_per_row)
+            own.seq_lens_list = _padded(metadata.seq_lens_list, rows, tokens_per_row)
+        own.seq_lens = metadata.seq_lens.new_full((rows,), tokens_per_row)
         own.query_start_loc = metadata.query_start_loc.new_zeros(rows + 1)
-        if lines:
-            own.query_start_loc += torch.arange(rows + 1, device=own.query_start_loc.device) * lines
+        if tokens_per_row:
+            own.query_start_loc += torch.arange(rows + 1, device=own.query_start_loc.device) * tokens_per_row
         if isinstance(own, AttentionMetadata):
             own.block_table = own.block_table.new_zeros(rows, max_blocks)
             own.slot_mapping = own.slot_mapping.new_zeros(self._size.tokens)
             own.plan = None
         else:
             own.slots = own.slots.new_zeros(rows)
-            own.stored = None if own.stored is None else own.stored.new_full((rows,), lines)
+            own.stored = None if own.stored is None else own.stored.new_full((rows,), tokens_per_row)
             own.calls = []
         return own
 
@@ -316,7 +316,7 @@ def _first_tokens(metadata: AttentionMetadata, tokens: int) -> AttentionMetadata
     return replace(metadata, slot_mapping=metadata.slot_mapping[:tokens])
 
 
-def _lines_per_row(batch: ForwardBatch) -> int:
+def _tokens_per_row(batch: ForwardBatch) -> int:
     """Tokens per batch row, if every row has as many and needs the logits of all; else 0."""
     tokens, counts = len(batch.input_ids), batch.metadata[0].query_lens_list
     if len(counts) == tokens:

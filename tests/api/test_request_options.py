@@ -199,7 +199,7 @@ def test_logits_in_chunks_of_rows_give_the_same_answers(monkeypatch: pytest.Monk
     answers = []
     for size in (10**6, 3, 1):
         with open_llm(kv_cache_dtype="float32") as chunked:
-            monkeypatch.setattr(chunked._engine.runner, "_lines_per_logits_chunk", size)  # type: ignore[union-attr]
+            monkeypatch.setattr(chunked._engine.runner, "_logit_rows_at_once", size)  # type: ignore[union-attr]
             outputs = run(chunked, prompts, own)
         answers.append([(output.outputs[0].token_ids, len(output.outputs[0].logprobs or [])) for output in outputs])
     assert answers[0] == answers[1] == answers[2]

@@ -33,7 +33,7 @@ def tokens(llm: LLM, params: Any = GREEDY) -> list[list[int]]:
 
 def state(step: Any) -> list[Any]:
     """All that a step's computation reads, as lists; of block tables the part behind a row's length is never read."""
-    batch, lines = step.forward_batch, step.lines
+    batch, lines = step.forward_batch, step.logit_rows
     found = [batch.input_ids, batch.positions, batch.logits_indices, *(vars(batch.metadata[0])[name] for name in NAMES)]
     found += [torch.from_numpy(item) for item in (step.rows, step.counts, lines.rows, lines.positions)]
     metadata = batch.metadata[0]

@@ -308,7 +308,7 @@ def test_all_lines_share_a_pass_over_the_lm_head_where_they_fit(llm: LLM, monkey
         assert_same(plain, run(llm, PROMPTS, params))
         assert sizes == [3, 21, 21]
         sizes.clear()
-        monkeypatch.setattr(runner, "_lines_per_logits_chunk", 4)
+        monkeypatch.setattr(runner, "_logit_rows_at_once", 4)
         assert_same(plain, run(llm, PROMPTS, params))
         assert sizes == [3] * 15
         sizes.clear()

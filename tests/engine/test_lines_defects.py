@@ -17,7 +17,7 @@ from llm.engine.request import Request
 from llm.engine.scheduler import Scheduler
 from llm.runner import logit_rows as lines
 from llm.runner.batch import InputBatch
-from llm.runner.logit_rows import LineReader
+from llm.runner.logit_rows import LogitRowReader
 from llm.sampling.penalties import PenaltiesLogitsProcessor
 from llm.sampling.structured.processor import StructuredOutputsLogitsProcessor
 
@@ -73,11 +73,11 @@ def every_line_samples_with_the_first_one_s_number(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(InputBatch, "_add_drafts", planted)
 
 
-def _see_drafts(monkeypatch: pytest.MonkeyPatch, look: Callable[[LineReader], None]) -> None:
+def _see_drafts(monkeypatch: pytest.MonkeyPatch, look: Callable[[LogitRowReader], None]) -> None:
     """A processor looks at the output lists while the drafts are in them."""
-    verify = LineReader._verify_in_rounds
+    verify = LogitRowReader._verify_in_rounds
 
-    def planted(self: LineReader, hidden: torch.Tensor, own: Any, drafts: Any, result: Any) -> None:
+    def planted(self: LogitRowReader, hidden: torch.Tensor, own: Any, drafts: Any, result: Any) -> None:
         tokens = drafts.tokens
         for line in np.flatnonzero(tokens >= 0):
             self.batch.output_token_ids[own.rows[line]].append(int(tokens[line]))
@@ -86,11 +86,11 @@ def _see_drafts(monkeypatch: pytest.MonkeyPatch, look: Callable[[LineReader], No
             self.batch.output_token_ids[own.rows[line]].pop()
         verify(self, hidden, own, drafts, result)
 
-    monkeypatch.setattr(LineReader, "_verify_in_rounds", planted)
+    monkeypatch.setattr(LogitRowReader, "_verify_in_rounds", planted)
 
 
 def drafts_are_left_in_the_counts_of_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(reader: LineReader) -> None:
+    def look(reader: LogitRowReader) -> None:
         for processor in reader.processors.all:
             if isinstance(processor, PenaltiesLogitsProcessor):
                 for seen in processor.rows.values():
@@ -100,7 +100,7 @@ def drafts_are_left_in_the_counts_of_penalties(monkeypatch: pytest.MonkeyPatch) 
 
 
 def drafts_are_left_in_the_state_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(reader: LineReader) -> None:
+    def look(reader: LogitRowReader) -> None:
         for processor in reader.processors.all:
             if isinstance(processor, StructuredOutputsLogitsProcessor):
                 for row in processor._rows.values():
@@ -111,15 +111,15 @@ def drafts_are_left_in_the_state_of_grammars(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def processors_are_not_told_between_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    def planted(self: LineReader, *rest: Any) -> None:
+    def planted(self: LogitRowReader, *rest: Any) -> None:
         self.processors.update_state, kept = (lambda update, drafts: None), self.processors.update_state
         try:
             verify(self, *rest)
         finally:
             self.processors.update_state = kept
 
-    verify = LineReader._verify_in_rounds
-    monkeypatch.setattr(LineReader, "_verify_in_rounds", planted)
+    verify = LogitRowReader._verify_in_rounds
+    monkeypatch.setattr(LogitRowReader, "_verify_in_rounds", planted)
 
 
 def rejected_tokens_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:

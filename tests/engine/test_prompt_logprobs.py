@@ -143,7 +143,7 @@ def test_logits_are_computed_under_the_cap(
         sizes.append(len(hidden))
         return compute(hidden)
 
-    monkeypatch.setattr(runner, "_lines_per_logits_chunk", 3)
+    monkeypatch.setattr(runner, "_logit_rows_at_once", 3)
     monkeypatch.setattr(runner.model, "compute_logits", watched)
     check(run(llm, PROMPTS, WANTED), whole)
     # Every prompt token but the last of each prompt, and one line per drawn token, and nothing else.
@@ -155,7 +155,7 @@ def test_rows_that_want_other_numbers_are_scored_in_one_chunk(llm: LLM, monkeypa
     """A chunk of lines is of several rows, and each has as many as it asked for, its own."""
     wanted = [SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=count) for count in (0, 3, 1, 2)]
     alone = [run(llm, [prompt], own)[0] for prompt, own in zip(PROMPTS, wanted, strict=True)]
-    monkeypatch.setattr(engine_of(llm).runner, "_lines_per_logits_chunk", 3)
+    monkeypatch.setattr(engine_of(llm).runner, "_logit_rows_at_once", 3)
     together = run(llm, PROMPTS, wanted)
     check(together, alone)
     for output, own in zip(together, wanted, strict=True):

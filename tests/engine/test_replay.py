@@ -107,7 +107,7 @@ def test_steps_with_k_lines_per_row_are_repeated(llm: LLM, kind: str) -> None:
     replays(llm)._steps.clear()
     with drafting(llm, OneRowDrafts("wrong", recorder.answers, vocab, most=3)):
         assert answers(llm, PROMPTS[:2], wanted) == expected
-    assert {size.lines for size, *_ in replays(llm)._steps} <= {1}
+    assert {size.tokens_per_row for size, *_ in replays(llm)._steps} <= {1}
 
 
 class OneRowDrafts(FakeProposer):
@@ -478,9 +478,9 @@ class GraphBackend(Backend):
         self.sizes: list[StepSize] = []
         self.warmed_up = 0
 
-    def step_sizes(self, tokens: int, rows: int, lines: int) -> Sequence[tuple[StepSize, int | None]]:
+    def step_sizes(self, tokens: int, rows: int, tokens_per_row: int) -> Sequence[tuple[StepSize, int | None]]:
         size = 1 << (rows - 1).bit_length()
-        return [(StepSize(size * lines, size, lines), 0)] if lines else []
+        return [(StepSize(size * tokens_per_row, size, tokens_per_row), 0)] if tokens_per_row else []
 
     def record(
         self,

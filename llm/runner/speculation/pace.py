@@ -1,7 +1,7 @@
 """How many tokens to draft for each row, from the times of past steps and the drafts accepted so far.
 
-Owns two estimates: the time of a step by its number of lines, and the chance that a row accepts a draft of a kind. Both
-are measured while the engine works. They decide only how fast an answer comes.
+Owns two estimates: the time of a step by its number of logit rows, and the chance that a row accepts a draft of a kind.
+Both are measured while the engine works. They decide only how fast an answer comes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SAMPLES = 9
 _ENOUGH = 3  # of one size, to go by
 _WARM_UP = 2  # a step is recorded when its like has come before; both are slower than those that follow
 _STALE = 1000  # steps after which a time may be of another load, and is measured anew
-_LARGE_STEP = 32  # tokens of a step that show what a line costs where arithmetic binds
+_LARGE_STEP = 32  # tokens of a step that show what a logit row costs where arithmetic binds
 _MEMORY = 0.9  # what a verification keeps of the weight of those before it
 _FADE = 0.98  # what a step without a verification keeps of a row's past
 _LEAST_CHANCE = 0.1  # of a row that has not shown its own
@@ -33,7 +33,7 @@ class _Times:
 
 
 class StepTimes:
-    """The time of a step by its number of lines, one for each token.
+    """The time of a step by its number of logit rows, one for each token.
 
     The least of the last ones counts: in the others another program may have taken the cores.
     """
@@ -43,21 +43,21 @@ class StepTimes:
         self._least: dict[int, float] = {}
         self._measured: list[int] = []  # the keys of `_least`, sorted
         self._steps = 0
-        self._per_line: deque[float] = deque(maxlen=_SAMPLES)
+        self._per_logit_row: deque[float] = deque(maxlen=_SAMPLES)
         self._is_warm = False  # the first large step touches weights and memory for the first time
 
-    def add(self, tokens: int, lines: int, seconds: float) -> None:
-        """A step has been measured; with more `tokens` than `lines` it computed prompts too."""
+    def add(self, tokens: int, logit_rows: int, seconds: float) -> None:
+        """A step has been measured; with more `tokens` than `logit_rows` it computed prompts too."""
         self._steps += 1
         if tokens >= _LARGE_STEP:
             if self._is_warm:
-                self._per_line.append(seconds / tokens)
+                self._per_logit_row.append(seconds / tokens)
             self._is_warm = True
-        if tokens != lines:
+        if tokens != logit_rows:
             return
-        times = self._of.get(lines)
+        times = self._of.get(logit_rows)
         if times is None or self._steps - times.last_step > _STALE:
-            times = self._of[lines] = _Times(self._steps)
+            times = self._of[logit_rows] = _Times(self._steps)
         times.last_step = self._steps
         if times.warm_up:
             times.warm_up -= 1
@@ -65,28 +65,28 @@ class StepTimes:
         times.last.append(seconds)
         if len(times.last) < _ENOUGH:
             return
-        if lines not in self._least:
-            insort(self._measured, lines)
-        self._least[lines] = min(times.last)
+        if logit_rows not in self._least:
+            insort(self._measured, logit_rows)
+        self._least[logit_rows] = min(times.last)
 
-    def seconds(self, lines: int) -> float | None:
-        """Measured, or from the nearest numbers of lines that were; None: no smaller step was measured.
+    def seconds(self, logit_rows: int) -> float | None:
+        """Measured, or from the nearest numbers of logit rows that were; None: no smaller step was measured.
 
-        Beyond the largest one measured, a line costs what a token of a prompt does: where reading the weights binds,
-        it costs less, and the first such steps will show it.
+        Beyond the largest one measured, a logit row costs what a token of a prompt does: where reading the weights
+        binds, it costs less, and the first such steps will show it.
         """
         known = self._least
-        if lines in known:
-            return known[lines]
-        place = bisect_left(self._measured, lines)
+        if logit_rows in known:
+            return known[logit_rows]
+        place = bisect_left(self._measured, logit_rows)
         if place == 0:
             return None
         below = self._measured[place - 1]
         if place == len(self._measured):
-            per_line = min(self._per_line, default=known[below] / max(below, _LARGE_STEP))
-            return known[below] + (lines - below) * per_line
+            per_logit_row = min(self._per_logit_row, default=known[below] / max(below, _LARGE_STEP))
+            return known[below] + (logit_rows - below) * per_logit_row
         above = self._measured[place]
-        return known[below] + (lines - below) / (above - below) * (known[above] - known[below])
+        return known[below] + (logit_rows - below) / (above - below) * (known[above] - known[below])
 
 
 @dataclass
@@ -155,7 +155,7 @@ def choose(rows: int, choices: Mapping[int, Choice], times: StepTimes) -> dict[i
         rows: number of rows that decode, each of which gives a token without drafts.
         choices: of those that could draft.
 
-    Drafts are added in the order of what they give per line, as long as they pay.
+    Drafts are added in the order of what they give per logit row, as long as they pay.
     """
     without = times.seconds(rows)
     if without is None:
@@ -163,20 +163,21 @@ def choose(rows: int, choices: Mapping[int, Choice], times: StepTimes) -> dict[i
     steps = sorted(_steps(choices), reverse=True)
     best, best_rate = {}, rows / without
     chosen: dict[int, int] = {}
-    tokens, lines, drafting = float(rows), rows, 0.0
-    for _, row, count, more_lines, more_tokens in steps:
+    tokens, logit_rows, drafting = float(rows), rows, 0.0
+    for _, row, count, more_logit_rows, more_tokens in steps:
         chosen[row] = count
         tokens += more_tokens
-        lines += more_lines
-        drafting += more_lines * choices[row].seconds_per_draft
-        rate = tokens / ((times.seconds(lines) or without) + drafting)
+        logit_rows += more_logit_rows
+        drafting += more_logit_rows * choices[row].seconds_per_draft
+        rate = tokens / ((times.seconds(logit_rows) or without) + drafting)
         if rate > best_rate:
             best, best_rate = dict(chosen), rate
     return best
 
 
 def _steps(choices: Mapping[int, Choice]) -> Sequence[tuple[float, int, int, int, float]]:
-    """(tokens per line, row, drafts, lines more than the level below, tokens more) of each level of each row."""
+    """(tokens per logit row, row, drafts, logit rows more than the level below, tokens more) of each level of each
+    row."""
     found = []
     for row, choice in choices.items():
         before, reached = 0, 1.0

@@ -117,8 +117,8 @@ def propose(
 def _computed_step(
     batch: InputBatch, step: StepInput, hidden: torch.Tensor, result: RunnerOutput, seconds: float
 ) -> ComputedStep:
-    rows, num_drafts = step.lines.sampled_rows, step.lines.num_drafts()
-    if step.lines.drafts is None and not result.errors:
+    rows, num_drafts = step.logit_rows.sampled_rows, step.logit_rows.num_drafts()
+    if step.logit_rows.drafts is None and not result.errors:
         return ComputedStep(batch, rows, num_drafts, num_drafts + 1, step, hidden, seconds)
     request_ids = [batch.request_ids[row] for row in rows.tolist()]
     good = np.array([request_id not in result.errors for request_id in request_ids], dtype=bool)
@@ -142,7 +142,7 @@ class Offer:
 class Source(ABC):
     """Drafts tokens for the rows of a batch. A row is known by its request id."""
 
-    #: Seconds that a draft costs besides its line in the next step.
+    #: Seconds that a draft costs besides its logit row in the next step.
     seconds_per_draft = 0.0
     #: It must see every step.
     follows = False

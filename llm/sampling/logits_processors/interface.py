@@ -6,7 +6,7 @@ moved.
 A step, as a processor sees it:
  1. `update_state(batch_update)` before the forward; None if no row was removed, added or moved. Rows that stay have new
     output tokens: the `output_token_ids` passed when a row was added is a live list.
- 2. `apply(logits)` after the forward: float32 [batch_size, vocab], line i is batch row i. Lines of rows that sample no
+ 2. `apply(logits)` after the forward: float32 [batch_size, vocab], row i is batch row i. Those of rows that sample no
     token in this step (in prefill, or not scheduled) are zero, and their result is discarded.
 
 In a step that verifies drafted tokens both are called once per token a row samples, as in so many steps: the lists hold
