@@ -23,7 +23,7 @@ from llm.config.arguments import CALLS
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, output_without_run, warn_of_errors
-from llm.engine.preprocess import Place, raise_refused
+from llm.engine.preprocess import RowNumbers, raise_refused
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.engine.prompts import list_prompts
 from llm.engine.rows import ON_TOO_LONG, AnyRow, Row
@@ -264,10 +264,10 @@ class Generation:
         priority: Priority,
     ) -> list[AnyRow]:
         # The seeds of a call that another process may go on with depend on nothing but the row.
-        place = None if options.checkpoint is None else Place(0, 0)
+        numbers = None if options.checkpoint is None else RowNumbers(0, 0)
         default = self.get_default_sampling_params
         rows = self._preprocessor.checked_rows(
-            list_prompts(prompts), params, default, tokenization_kwargs, options.on_too_long, place
+            list_prompts(prompts), params, default, tokenization_kwargs, options.on_too_long, numbers
         )
         if options.on_error == "raise":
             raise_refused(rows)

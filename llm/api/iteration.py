@@ -13,7 +13,7 @@ from llm.api.adapters import give_adapters
 from llm.api.flow import Entry, Flow, FlowHost
 from llm.base.checks import check_choice, check_flag, known_names, refuse
 from llm.config.arguments import CALLS
-from llm.engine.preprocess import Place
+from llm.engine.preprocess import RowNumbers
 from llm.engine.prompts import iterate_prompts
 from llm.engine.rows import ON_TOO_LONG, AnyRow, RefusedRow
 from llm.errors import ValidationError
@@ -104,7 +104,7 @@ class Iteration:
                     self.get_default_sampling_params,
                     tokenization_kwargs,
                     on_too_long,
-                    Place(call, first),
+                    RowNumbers(call, first),
                 )
                 give_adapters(engine, rows, of_batch)
             first += len(batch)

@@ -35,8 +35,8 @@ logger = logging.getLogger("llm")
 _MAX_PROBLEMS_LISTED = 10
 
 
-class Place(NamedTuple):
-    """Where prompts stand: in which call, at which index the first, and how far apart."""
+class RowNumbers(NamedTuple):
+    """Which call prompts are of, the index of the first, and how far apart they are."""
 
     call: int
     first: int
@@ -79,19 +79,19 @@ class Preprocessor:
         default: Callable[[], SamplingParams],
         tokenization_kwargs: object = None,
         on_too_long: str = "error",
-        place: Place | None = None,
+        numbers: RowNumbers | None = None,
     ) -> list[AnyRow]:
         """As `rows`, with a `RefusedRow` in the place of each bad prompt.
 
         Args:
             on_too_long: one of `ON_TOO_LONG`.
-            place: where the prompts stand, for some of those of a longer call; None: they are a call.
+            numbers: of the prompts, if they are some of those of a longer call; None: they are a call.
         """
         _check_generates(self.config)
         tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
         parsed = [_parsed_or_refused(prompt) for prompt in prompts]
         per_row = _per_row_params(params, len(parsed), default)
-        call, first, stride = place or self.new_call()
+        call, first, stride = numbers or self.new_call()
         maker = RowMaker(self.config, call, on_too_long)
         checked: dict[int, SamplingParams | ValidationError] = {}  # by identity: many rows usually share one object
         rows: list[AnyRow] = []
@@ -111,10 +111,10 @@ class Preprocessor:
             _note_open_ends()
         return rows
 
-    def new_call(self) -> Place:
-        """The place of a call's first prompt; rows without a seed derive theirs from it."""
+    def new_call(self) -> RowNumbers:
+        """Of the prompts of a new call; rows without a seed derive theirs from its number."""
         self._calls += 1
-        return Place(self._calls - 1, 0)
+        return RowNumbers(self._calls - 1, 0)
 
     def _own_params(
         self, given: SamplingParams, checked: dict[int, SamplingParams | ValidationError]

@@ -25,7 +25,7 @@ from llm.engine.boundary import QWEN3_RERANKER
 from llm.engine.engine import Engine
 from llm.engine.output import output_without_run
 from llm.engine.pooling_rows import PoolingRows, Prefix
-from llm.engine.preprocess import Place, Preprocessor
+from llm.engine.preprocess import RowNumbers, Preprocessor
 from llm.engine.rows import AnyRow, RefusedRow
 from llm.errors import (
     EngineBusyError,
@@ -143,9 +143,9 @@ class Maker:
             prompts.append(prompt)
             params.append(own)
             adapters.append(adapter)
-        place = Place(0, first, self.stride)
+        numbers = RowNumbers(0, first, self.stride)
         default = llm.get_default_sampling_params
-        return preprocessor.checked_rows(prompts, params, default, None, self.on_too_long, place), adapters
+        return preprocessor.checked_rows(prompts, params, default, None, self.on_too_long, numbers), adapters
 
     def _pooling(
         self, form: Pooling, given: Sequence[Read], first: int, preprocessor: Preprocessor

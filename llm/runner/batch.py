@@ -430,7 +430,7 @@ def _starts(ends: np.ndarray) -> np.ndarray:
 
 
 class DecodeInput:
-    """The input of steps in which every batch row computes its last known token and samples: made once, then filled anew.
+    """The input of steps in which every row computes its last known token and samples: made once, then filled anew.
 
     Only tokens, positions, lengths and slots differ from one to the next, and to make the arrays takes several times
     longer than to fill them. The tensors share the memory of the arrays.

@@ -9,7 +9,7 @@ import pytest
 from embedded import GREEDY, assert_idle, open_llm, run, tokens
 
 from llm import LLM, RequestOutput, SamplingParams, ValidationError
-from llm.engine.preprocess import Place
+from llm.engine.preprocess import RowNumbers
 from llm.errors import EmptyPromptError, PromptTooLongError, TokenOutOfRangeError
 
 LONG = "the king " * 100
@@ -68,7 +68,7 @@ def test_params_of_one_row_are_an_error_of_that_row(llm: LLM) -> None:
 def test_derived_seeds_do_not_depend_on_bad_rows(llm: LLM) -> None:
     params = SamplingParams(max_tokens=3)
     [_, one], [_, other] = (
-        llm._preprocessor.checked_rows([first, "b"], params, SamplingParams, place=Place(7, 0)) for first in ("a", [])
+        llm._preprocessor.checked_rows([first, "b"], params, SamplingParams, numbers=RowNumbers(7, 0)) for first in ("a", [])
     )
     assert one.seed == other.seed
 

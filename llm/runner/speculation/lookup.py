@@ -115,7 +115,7 @@ class NgramSource(Source):
 
 
 @dataclass
-class _Answer:
+class _GrammarState:
     """An answer that grows; `read` of its tokens are consumed by the `matcher`, None once it has failed."""
 
     matcher: Any
@@ -127,7 +127,7 @@ class ForcedSource(Source):
     """Rows with a structure that llguidance computes. Each has a matcher of its own, besides the one of its masks."""
 
     def __init__(self) -> None:
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, _GrammarState] = {}
 
     def offer(self, batch: InputBatch, row: int, most: int) -> Offer | None:
         structure = batch.params[row].structure
@@ -136,7 +136,7 @@ class ForcedSource(Source):
         name = batch.request_ids[row]
         answer = self._answers.get(name)
         if answer is None:
-            answer = self._answers[name] = _Answer(structure.matcher())
+            answer = self._answers[name] = _GrammarState(structure.matcher())
         _advance(answer, batch.output_token_ids[row])
         return Offer(min(most, len(answer.forced)), "forced by the grammar") if answer.forced else None
 
@@ -150,7 +150,7 @@ class ForcedSource(Source):
         self._answers.clear()
 
 
-def _advance(answer: _Answer, output: Sequence[int]) -> None:
+def _advance(answer: _GrammarState, output: Sequence[int]) -> None:
     """Read the new tokens; where the matcher is at one of its limits or the answer has ended, nothing is forced."""
     new, answer.read = output[answer.read :], len(output)
     if not new and answer.read:
