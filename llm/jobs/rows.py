@@ -25,7 +25,7 @@ from llm.engine.boundary import QWEN3_RERANKER
 from llm.engine.engine import Engine
 from llm.engine.output import output_without_run
 from llm.engine.pooling_rows import PoolingRows, Prefix
-from llm.engine.preprocess import RowNumbers, Preprocessor
+from llm.engine.preprocess import Preprocessor, RowNumbers
 from llm.engine.rows import AnyRow, RefusedRow
 from llm.errors import (
     EngineBusyError,

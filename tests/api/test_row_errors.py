@@ -68,7 +68,8 @@ def test_params_of_one_row_are_an_error_of_that_row(llm: LLM) -> None:
 def test_derived_seeds_do_not_depend_on_bad_rows(llm: LLM) -> None:
     params = SamplingParams(max_tokens=3)
     [_, one], [_, other] = (
-        llm._preprocessor.checked_rows([first, "b"], params, SamplingParams, numbers=RowNumbers(7, 0)) for first in ("a", [])
+        llm._preprocessor.checked_rows([first, "b"], params, SamplingParams, numbers=RowNumbers(7, 0))
+        for first in ("a", [])
     )
     assert one.seed == other.seed
 
