@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from llm.base.custom_op import PluggableLayer
+from llm.base.watch import Patchable
 from llm.errors import ValidationError
+from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import Weight
 from llm.layers.lora import LayerAdapters
 from llm.layers.parallel import SINGLE, TensorParallel
@@ -441,3 +444,56 @@ class RowParallelLinear(LinearBase):
         if self.reduce_results:
             y = self.tp.all_reduce(y)
         return self._result(y) if self.return_bias else y
+
+
+class StackedByHead(MergedColumnParallelLinear):
+    """A checkpoint's tensor has one head's part of each matrix, then the next head's; here they are stacked.
+
+    Without a bias.
+
+    Args:
+        heads: of the whole model.
+        Further arguments: `MergedColumnParallelLinear`.
+    """
+
+    stored_by_key_head = True
+
+    def __init__(self, input_size: int, output_sizes: list[int], heads: int, **kwargs: Any) -> None:
+        super().__init__(input_size, output_sizes, False, **kwargs)
+        self.heads = heads
+
+    def restacked(self, loaded: torch.Tensor, dim: int) -> torch.Tensor:
+        """The tensor with the rows, along `dim`, of one matrix after another."""
+        length = loaded.shape[dim] if loaded.dim() > dim else 0
+        total = self.output_size * self.heads
+        if length == 0 or any(size * length % total for size in self.output_sizes) or length % self.heads:
+            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {self.heads} heads")
+        parts = loaded.unflatten(dim, (self.heads, length // self.heads)).split_with_sizes(
+            [size * length // total for size in self.output_sizes], dim=dim + 1
+        )
+        return torch.cat([part.flatten(dim, dim + 1) for part in parts], dim=dim)
+
+    def as_stored_together(self, rows: torch.Tensor) -> torch.Tensor:
+        """The opposite, of a rank that has all heads: rows along the first dimension."""
+        return by_head(rows, self.output_sizes, self.heads)
+
+
+class ColumnFactors(Patchable):
+    """float32 [N, width] -> the same, each column times its constant.
+
+    Args:
+        runs: (how many columns, their constant), one run after another.
+    """
+
+    factors: torch.Tensor
+
+    def __init__(self, runs: Sequence[tuple[int, float]]) -> None:
+        super().__init__()
+        self.register_buffer(
+            "factors", torch.cat([torch.full((count,), value) for count, value in runs]).float(), False
+        )
+        # PyTorch would share it among its own threads.
+        self._ops = backend_of_construction().ops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._ops.multiply(x, self.factors.expand_as(x))

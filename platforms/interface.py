@@ -207,7 +207,7 @@ class Platform:
     def get_attn_backend_cls(self, head_size: int) -> str:
         """Class path of the `AttentionBackend` of layers with heads of this size. It may take any of vLLM's arguments,
         which are passed by name (`llm.platforms.vllm_hooks`)."""
-        return "llm.layers.attention.backend.PagedAttention"
+        return "llm.layers.attention.PagedAttention"
 
     def get_model_runner_cls(self) -> str:
         """Class path of the `ModelRunner`."""

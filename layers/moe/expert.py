@@ -11,8 +11,7 @@ from torch import nn
 from llm.base.watch import Patchable
 from llm.kernels.reference.activation import SWIGLUOAI_ALPHA
 from llm.kernels.weight import ExpertWeights, Weight
-from llm.layers.activation import GeluAndMul, ReLUSquaredActivation, SiluAndMul
-from llm.layers.extra.activation import SiluAndMulWithClamp
+from llm.layers.activation import GeluAndMul, ReLUSquaredActivation, SiluAndMul, SiluAndMulWithClamp
 from llm.layers.linear import ColumnParallelLinear, LinearBase, MergedColumnParallelLinear, RowParallelLinear
 from llm.layers.parallel import TensorParallel
 from llm.quantization.base import PackedLinearMethod, QuantizationConfig

@@ -214,7 +214,7 @@ class FusedMoE(CustomOp):
         if self.apply_router_weight_on_input:
             hidden_states, weights = hidden_states * weights, torch.ones_like(weights)
         if self._map:
-            ids = self._backend.op("select_rows")(self._map[0], ids.reshape(-1)).view(ids.shape)
+            ids = self._backend.ops.select_rows(self._map[0], ids.reshape(-1)).view(ids.shape)
         y = self.quant_method.apply(self, hidden_states, weights, ids)
         return self.tp.all_reduce(y) if self.reduce_results else y
 

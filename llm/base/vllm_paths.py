@@ -18,7 +18,7 @@ from typing import NoReturn
 # Path -> {defining module: its names there, or name=name at this path}.
 PATHS: Mapping[str, Mapping[str, str]] = {
     "llm.attention.layers.mm_encoder_attention": {
-        "llm.layers.extra.mm_encoder": "MMEncoderAttention",
+        "llm.layers.vision": "MMEncoderAttention",
     },
     "llm.beam_search": {
         "llm.outputs": "BeamSearchOutput BeamSearchSequence",
@@ -53,21 +53,19 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     },
     "llm.model_executor.layers.activation": {
         "llm.layers.activation": (
-            "GELU XIELU GeluAndMul GeluAndMulSparse GELUTanh NewGELU QuickGELU ReLUSquaredActivation SiluAndMul"
-        ),
-        "llm.layers.extra.activation": (
-            "FastGELU FatreluAndMul MulAndSilu SiluAndMulWithClamp SwigluOAIAndMul SwigluStepAndMul"
+            "FastGELU FatreluAndMul GELU XIELU GeluAndMul GeluAndMulSparse GELUTanh MulAndSilu NewGELU QuickGELU "
+            "ReLUSquaredActivation SiluAndMul SiluAndMulWithClamp SwigluOAIAndMul SwigluStepAndMul"
         ),
     },
     "llm.model_executor.layers.attention": {
         "llm.layers.attention": "Attention",
-        "llm.layers.extra.mm_encoder": "MMEncoderAttention",
+        "llm.layers.vision": "MMEncoderAttention",
     },
     "llm.model_executor.layers.attention.mm_encoder_attention": {
-        "llm.layers.extra.mm_encoder": "MMEncoderAttention",
+        "llm.layers.vision": "MMEncoderAttention",
     },
     "llm.model_executor.layers.conv": {
-        "llm.layers.extra.conv": "Conv2dLayer Conv3dLayer ConvLayerBase",
+        "llm.layers.vision": "Conv2dLayer Conv3dLayer ConvLayerBase",
     },
     "llm.model_executor.layers.fused_moe": {
         "llm.layers.moe": (
@@ -76,8 +74,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "llm.quantization.base": "FusedMoEMethodBase",
     },
     "llm.model_executor.layers.layernorm": {
-        "llm.layers.extra.gated_norm": "RMSNormGated",
-        "llm.layers.norm": "GemmaRMSNorm LayerNorm RMSNorm",
+        "llm.layers.norm": "GemmaRMSNorm LayerNorm RMSNorm RMSNormGated",
     },
     "llm.model_executor.layers.linear": {
         "llm.layers.linear": (
@@ -88,23 +85,23 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "llm.quantization.unquantized": "UnquantizedLinearMethod",
     },
     "llm.model_executor.layers.logits_processor": {
-        "llm.layers.logits": "LogitsLayer=LogitsProcessor",
+        "llm.layers.embedding": "LogitsLayer=LogitsProcessor",
     },
     "llm.model_executor.layers.mamba.abstract": {
-        "llm.layers.mamba.parameters": "MambaBase",
+        "llm.layers.mamba": "MambaBase",
     },
     "llm.model_executor.layers.mamba.mamba_mixer": {
         "llm.layers.mamba": "MambaMixer",
     },
     "llm.model_executor.layers.mamba.mamba_mixer2": {
         "llm.layers.mamba": "MambaMixer2",
-        "llm.layers.mamba.gated_norm": "Mixer2RMSNormGated",
+        "llm.layers.norm": "Mixer2RMSNormGated",
     },
     "llm.model_executor.layers.mamba.short_conv": {
-        "llm.layers.mamba.short_conv": "ShortConv",
+        "llm.layers.mamba": "ShortConv",
     },
     "llm.model_executor.layers.mla": {
-        "llm.layers.attention.latent": "MLAModules MultiHeadLatentAttentionWrapper",
+        "llm.layers.latent_attention": "MLAModules MultiHeadLatentAttentionWrapper",
     },
     "llm.model_executor.layers.quantization": {
         "llm.quantization.base": "QuantizationConfig",
@@ -114,24 +111,25 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "llm.quantization.base": "QuantizationConfig QuantizeMethodBase",
     },
     "llm.model_executor.layers.quantization.input_quant_fp8": {
-        "llm.layers.extra.quant_fp8": "QuantFP8",
+        "llm.layers.quant_fp8": "QuantFP8",
     },
     "llm.model_executor.layers.rotary_embedding": {
-        "llm.layers.extra.rotary": "ApplyRotaryEmb DualChunkRotaryEmbedding",
-        "llm.layers.rotary": "RotaryEmbedding RotaryEmbedding=RotaryEmbeddingBase",
+        "llm.layers.rotary": (
+            "ApplyRotaryEmb DualChunkRotaryEmbedding RotaryEmbedding RotaryEmbedding=RotaryEmbeddingBase"
+        ),
     },
     "llm.model_executor.layers.rotary_embedding.base": {
         "llm.layers.rotary": "RotaryEmbedding RotaryEmbedding=RotaryEmbeddingBase",
     },
     "llm.model_executor.layers.rotary_embedding.common": {
-        "llm.layers.extra.rotary": "ApplyRotaryEmb",
+        "llm.layers.rotary": "ApplyRotaryEmb",
     },
     "llm.model_executor.layers.vocab_parallel_embedding": {
         "llm.layers.embedding": "ParallelLMHead VocabParallelEmbedding",
         "llm.quantization.unquantized": "UnquantizedEmbeddingMethod",
     },
     "llm.model_executor.models.deepencoder": {
-        "llm.layers.extra.rel_pos": "RelPosAttention",
+        "llm.layers.vision": "RelPosAttention",
     },
     "llm.utils": {
         "llm.base.command_line": "FlexibleArgumentParser random_uuid",
@@ -181,7 +179,7 @@ _ENGINE = "an LLM drives its engine itself; pass all prompts to one call of LLM.
 _ONE_DEVICE = "an LLM runs in this process, on one device"
 _ADAPTERS = "adapters are enabled by LLM(enable_lora=True), and llm.layers.lora adds them to a layer"
 _EXPERTS = "a layer of experts is an llm.layers.moe.FusedMoE, and its router an llm.layers.moe.TopKRouter"
-_MIXERS = "mixers are in llm.layers.attention.latent, llm.layers.linear_attention and llm.layers.mamba"
+_MIXERS = "mixers are in llm.layers.latent_attention, llm.layers.linear_attention and llm.layers.mamba"
 _ROPE = "make an llm.layers.rotary.RotaryEmbedding with RopeParameters, which computes every scaling"
 _TEXT = "prompts are text or token ids"
 _NO_MODEL = "no model here needs it; derive your own from llm.layers.custom_op.CustomOp"

@@ -14,7 +14,7 @@ from torch import nn
 
 from llm.base.bar import Bar
 from llm.errors import CheckpointError
-from llm.layers.mamba.parameters import DecayingLayer
+from llm.layers.mamba import DecayingLayer
 from llm.loading.early import EarlyPacking
 from llm.loading.source import Tensors
 from llm.loading.stacked import per_expert

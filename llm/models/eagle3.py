@@ -13,9 +13,8 @@ from torch import nn
 
 from llm.base.watch import Patchable
 from llm.forward import ForwardBatch, StateSpec
-from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from llm.layers.embedding import LogitsLayer, ParallelLMHead, VocabParallelEmbedding
 from llm.layers.linear import ReplicatedLinear
-from llm.layers.logits import LogitsLayer
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models import decoder as d
 from llm.quantization.unquantized import new_parameter

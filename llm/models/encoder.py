@@ -68,7 +68,7 @@ class EncoderModel(d.DecoderForCausalLM):
     def __init__(self, config: EncoderConfig, options: d.BuildOptions) -> None:
         super().__init__(config, options)
         context = d.BuildContext(options, config.hidden_size)
-        self._add = backend_of_construction().op("add")
+        self._ops = backend_of_construction().ops
         self.token_types: VocabParallelEmbedding | None = None
         if config.token_types:
             self.token_types = VocabParallelEmbedding(
@@ -98,7 +98,7 @@ class EncoderModel(d.DecoderForCausalLM):
             terms.append(model.embed_positions(batch.positions + positions.offset))
         last = terms.pop() if terms and model.embed_norm is not None else None
         for term in terms:
-            hidden = self._add(hidden, term)
+            hidden = self._ops.add(hidden, term)
         return hidden if model.embed_norm is None else d.add_norm(model.embed_norm, hidden, last)[0]
 
 

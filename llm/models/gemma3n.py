@@ -50,8 +50,7 @@ class AltUp(Patchable):
         )
         self.router_norm = config.norm.build(self.width, context)
         self.correct_output_scale = filled(self.width, 0.0, dtype) if config.scales else None
-        backend = backend_of_construction()
-        self._multiply, self._soft_cap = backend.op("multiply"), backend.op("soft_cap")
+        self._ops = backend_of_construction().ops
 
     def predict(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Each stream plus its own mixture of all of them."""
@@ -76,11 +75,11 @@ class AltUp(Patchable):
         """The active stream, as the layer's embedding is added to it."""
         active = corrected[self.config.active]
         scale = self.correct_output_scale
-        return active if scale is None else self._multiply(active, scale.float().expand(active.shape))
+        return active if scale is None else self._ops.multiply(active, scale.float().expand(active.shape))
 
     def _modalities(self, x: torch.Tensor) -> torch.Tensor:
         """tanh of a few logits, float32 [N, inputs]."""
-        return self._soft_cap(self.modality_router(self.router_norm(x) * self.width**-1.0), 1.0)
+        return self._ops.soft_cap(self.modality_router(self.router_norm(x) * self.width**-1.0), 1.0)
 
 
 class Projections(Patchable):
@@ -94,7 +93,7 @@ class Projections(Patchable):
                 hidden, hidden, bias=False, prefix=f"{prefix}.{index}", return_bias=False, **context.common
             )
             self.add_module(str(index), matrix)
-        self._rms_norm = backend_of_construction().op("rms_norm")
+        self._ops = backend_of_construction().ops
 
     def forward(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """float [N, H] each: the first, then the others in order -> all of them."""
@@ -110,7 +109,7 @@ class Projections(Patchable):
     def _inverse(self, x: torch.Tensor) -> torch.Tensor:
         """1 / sqrt(mean(x^2)), float32 [N, 1]: the norm multiplies a column of ones by it too. Of a column, 1 / |x|."""
         ones = torch.cat((x, x.new_ones(len(x), 1)), dim=-1)
-        return self._rms_norm(ones, None, 1e-30, x.shape[1])[:, -1:]
+        return self._ops.rms_norm(ones, None, 1e-30, x.shape[1])[:, -1:]
 
 
 @dataclass(frozen=True)
@@ -245,11 +244,11 @@ class Gemma3nForCausalLM(d.DecoderForCausalLM):
         self.altup_unembed_projections = Projections(others, context, "altup_unembed_projections")
         self.streams, self.active = config.altup.inputs, config.altup.active
         self.ids = config.per_layer.vocab_size
-        self._ids_below = backend_of_construction().op("ids_below")
+        self._ops = backend_of_construction().ops
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         embedded = self.embed_batch(batch)
-        ids = self._ids_below(batch.input_ids, self.ids)
+        ids = self._ops.ids_below(batch.input_ids, self.ids)
         inputs = self.per_layer(ids, embedded).split(self.per_layer.size, dim=-1)
         hidden = torch.cat(self.altup_projections([embedded] * self.streams), dim=-1)
         for index, (layer, own) in enumerate(zip(self.model.layers, inputs, strict=True)):

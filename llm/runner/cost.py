@@ -17,8 +17,9 @@ from torch import nn
 from llm.engine.boundary import AttentionCost, ModelCost
 from llm.forward import StateSpec
 from llm.kernels.weight import ExpertWeights, Weight
-from llm.layers.attention import Attention, LatentAttention
+from llm.layers.attention import Attention
 from llm.layers.embedding import VocabParallelEmbedding
+from llm.layers.latent_attention import LatentAttention
 from llm.layers.linear import LinearBase
 from llm.layers.moe import FusedMoE
 

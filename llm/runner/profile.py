@@ -19,7 +19,8 @@ from torch import nn
 from llm.base.custom_op import CustomOp
 from llm.engine.boundary import Phase, ProfileRow, pairs
 from llm.engine.step import RunnerOutput, SchedulerOutput
-from llm.layers.attention import Attention, LatentAttention
+from llm.layers.attention import Attention
+from llm.layers.latent_attention import LatentAttention
 from llm.layers.moe import FusedMoE
 from llm.runner.batch import InputBatch, StepInput
 from llm.runner.cost import attention_cost, matrix_sizes, stored_tensors

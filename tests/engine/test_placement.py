@@ -16,7 +16,7 @@ import llm.platforms
 from llm import LLM, SamplingParams
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import pytorch
-from llm.layers.attention.backend import PagedAttention
+from llm.layers.attention import PagedAttention
 from llm.sampling import sampler
 from llm.sampling.logits_processors import builtin, interface
 from llm.sampling.logits_processors.pipeline import LogitsProcessors

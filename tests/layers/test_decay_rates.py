@@ -10,7 +10,7 @@ from embedded import open_llm, run, tokens
 from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.layers.mamba.parameters import DecayingLayer
+from llm.layers.mamba import DecayingLayer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 

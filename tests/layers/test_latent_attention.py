@@ -15,7 +15,7 @@ from tiny_models import TINY_MODELS, make_prompts, one_thread, tiny_checkpoint
 from llm import LLM, SamplingParams
 from llm.errors import UnsupportedModelError
 from llm.forward import QUANTIZED_CACHE_DTYPES, LatentCacheSpec
-from llm.layers.attention.latent import LatentAttention, LatentProjection
+from llm.layers.latent_attention import LatentAttention, LatentProjection
 from llm.layers.rotary import RopeParameters, yarn_score_factor
 from llm.loading.source import FolderSource
 from llm.quantization.unquantized import UnquantizedLinearMethod

@@ -27,11 +27,14 @@ from llm.base.construction import constructing_for
 from llm.base.custom_op import CustomOp, PluggableLayer, op_registry
 from llm.config.compilation import CompilationConfig
 from llm.errors import ValidationError
-from llm.layers import activation, norm, rotary
-from llm.layers.extra import activation as extra_activation
-from llm.layers.extra import conv, gated_norm, mm_encoder, quant_fp8, rel_pos
-from llm.layers.extra import rotary as extra_rotary
-from llm.layers.mamba import gated_norm as mamba_norm
+from llm.layers import activation, norm, quant_fp8, rotary
+from llm.layers import activation as extra_activation
+from llm.layers import norm as gated_norm
+from llm.layers import norm as mamba_norm
+from llm.layers import rotary as extra_rotary
+from llm.layers import vision as conv
+from llm.layers import vision as mm_encoder
+from llm.layers import vision as rel_pos
 from llm.layers.rotary import RopeParameters, RotaryEmbedding
 from llm.platforms.cpu import CpuPlatform
 

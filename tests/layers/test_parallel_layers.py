@@ -18,7 +18,7 @@ from tiny_models import one_thread
 from torch import nn
 
 from llm.errors import LLMError, ValidationError
-from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding, VocabShard, gathered_columns
+from llm.layers.embedding import LogitsLayer, ParallelLMHead, VocabParallelEmbedding, VocabShard, gathered_columns
 from llm.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -27,7 +27,6 @@ from llm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from llm.layers.logits import LogitsLayer
 from llm.layers.parallel import SINGLE, Communicator, TensorParallel, tensor_parallel
 from llm.platforms.cpu import CpuPlatform
 

@@ -17,7 +17,7 @@ from llm.base.custom_op import CustomOp, op_registry
 from llm.config.compilation import CompilationConfig
 from llm.errors import ValidationError
 from llm.layers import rotary
-from llm.layers.extra.mm_encoder import MMEncoderAttention
+from llm.layers.vision import MMEncoderAttention
 from llm.platforms.cpu import CpuPlatform
 
 for _package in (llm.layers, llm.models):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llm.layers import activation
-from llm.layers.extra import activation as extra_activation
+from llm.layers import activation as extra_activation
 from op_cases.base import Case, tensors
 
 WIDTH = 2 * 37

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from llm.forward import AttentionMetadata, ForwardBatch
-from llm.layers.attention.latent import LatentProjection, MLAModules, MultiHeadLatentAttentionWrapper
+from llm.layers.latent_attention import LatentProjection, MLAModules, MultiHeadLatentAttentionWrapper
 from llm.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from llm.layers.norm import RMSNorm
 from llm.layers.rotary import RopeParameters, RotaryEmbedding, base_wavelengths

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from llm.layers.embedding import LogitsLayer, ParallelLMHead, VocabParallelEmbedding
 from llm.layers.linear import ColumnParallelLinear, LinearBase, ReplicatedLinear, RowParallelLinear
-from llm.layers.logits import LogitsLayer
 from op_cases.base import Case, Inputs, normal
 
 K, N, VOCAB = 45, 38, 21

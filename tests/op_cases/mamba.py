@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from llm.forward import ForwardBatch, RecurrentMetadata, RecurrentSpec
-from llm.layers.mamba import MambaMixer, MambaMixer2, Plamo2MambaMixer
-from llm.layers.mamba.short_conv import ShortConv
+from llm.layers.mamba import MambaMixer, MambaMixer2, Plamo2MambaMixer, ShortConv
 from llm.loading.loader import process_weights
 from op_cases.base import Case, Inputs, normal
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from llm.layers import norm
-from llm.layers.extra.gated_norm import RMSNormGated
-from llm.layers.mamba.gated_norm import Mixer2RMSNormGated
+from llm.layers.norm import Mixer2RMSNormGated, RMSNormGated
 from op_cases.activations import sigmoid
 from op_cases.base import Case, tensors
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from llm.layers.extra.quant_fp8 import PER_CHANNEL, PER_TENSOR, PER_TOKEN, QuantFP8
+from llm.layers.quant_fp8 import PER_CHANNEL, PER_TENSOR, PER_TOKEN, QuantFP8
 from op_cases.base import Case, Inputs, normal
 
 WIDTH = 48

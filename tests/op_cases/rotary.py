@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llm.layers import rotary
-from llm.layers.extra import rotary as extra_rotary
+from llm.layers import rotary as extra_rotary
 from llm.layers.rotary import RopeParameters
 from op_cases.base import Case, Inputs, normal
 

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llm.layers.extra.conv import Conv2dLayer, Conv3dLayer
-from llm.layers.extra.mm_encoder import MMEncoderAttention
-from llm.layers.extra.rel_pos import RelPosAttention
+from llm.layers.vision import Conv2dLayer, Conv3dLayer, MMEncoderAttention, RelPosAttention
 from op_cases.base import Case, Inputs, normal
 
 CHANNELS = 4

@@ -314,7 +314,7 @@ class NPUPlatform(Platform):
     @classmethod
     def get_attn_backend_cls(cls, selected_backend, head_size, dtype, kv_cache_dtype, block_size, use_mla, **more):
         asked.update(head_size=head_size, use_mla=use_mla)
-        return "llm.layers.attention.backend.PagedAttention"
+        return "llm.layers.attention.PagedAttention"
 
 def register():
     return "made_up.NPUPlatform"

@@ -104,7 +104,7 @@ class Scored:
 def score(model: str | Path, **options: object) -> tuple[list[Scored], int]:
     """The texts, scored by `LLM(model, **options)`, and the bytes of its layers."""
     from llm import LLM, SamplingParams
-    from llm.layers.logits import LogitsLayer
+    from llm.layers.embedding import LogitsLayer
 
     seen: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
 # ruff: noqa
 # Of llm.base.vllm_paths: what `llm.model_executor.layers.attention` has at run time.
 from llm.layers.attention import Attention as Attention
-from llm.layers.extra.mm_encoder import MMEncoderAttention as MMEncoderAttention
+from llm.layers.vision import MMEncoderAttention as MMEncoderAttention

@@ -5,7 +5,7 @@ a layer, `attention.py`, `latent.py`, `recurrent.py`, `mlp.py` and `moe.py` are 
 are what layers share, `part.py` is the interface of a part, `model.py` runs the layers, `multi_token.py` drafts.
 """
 
-from llm.layers.linear_attention.gated_delta_net import DeltaHeads
+from llm.layers.linear_attention import DeltaHeads
 from llm.layers.norm import GemmaRMSNorm, LayerNorm, LayerNorm1P
 from llm.layers.rotary import RopeParameters
 from llm.models.config_reader import ConfigReader

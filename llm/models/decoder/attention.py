@@ -13,10 +13,9 @@ from llm.base.watch import Patchable
 from llm.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, KVCacheSpec
 from llm.kernels.select import backend_of_construction
-from llm.layers.attention import Attention
-from llm.layers.attention.gated import GatedQKVParallelLinear, OutputGate
-from llm.layers.attention.heads_norm import HeadsRMSNorm
+from llm.layers.attention import Attention, GatedQKVParallelLinear, OutputGate
 from llm.layers.linear import QKVParallelLinear, RowParallelLinear
+from llm.layers.norm import HeadsRMSNorm
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters
 from llm.models.decoder.part import BuildContext, NormConfig, PartConfig
@@ -257,10 +256,10 @@ class QueryScaleTable(Patchable):
     def __init__(self, factors: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("factors", factors.unsqueeze(-1), persistent=False)
-        self._select_rows = backend_of_construction().op("select_rows")
+        self._ops = backend_of_construction().ops
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        return self._select_rows(self.factors, positions)
+        return self._ops.select_rows(self.factors, positions)
 
 
 def _query_scale(scale: QueryScale, context: BuildContext) -> QueryScaleTable:

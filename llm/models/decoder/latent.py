@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from llm.forward import LatentCacheSpec
-from llm.layers.attention import MLAModules, MultiHeadLatentAttentionWrapper
-from llm.layers.attention.latent import LATENT_SCALES, LatentProjection
+from llm.layers.latent_attention import LATENT_SCALES, LatentProjection, MLAModules, MultiHeadLatentAttentionWrapper
 from llm.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters, yarn_score_factor
@@ -23,7 +22,7 @@ _INNER_NORM = NormConfig(1e-6)
 
 @dataclass(frozen=True)
 class LatentAttentionConfig(PartConfig):
-    """Self-attention over a paged cache of latents (`llm.layers.attention.latent`).
+    """Self-attention over a paged cache of latents (`llm.layers.latent_attention`).
 
     Attributes:
         heads: of queries.

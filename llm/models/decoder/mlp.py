@@ -23,8 +23,7 @@ from llm.layers.activation import (
     ReLUSquaredActivation,
     SiluAndMul,
 )
-from llm.layers.factors import ColumnFactors
-from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from llm.layers.linear import ColumnFactors, ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from llm.models.decoder.part import BuildContext, PartConfig
 
 # Hugging Face's names of activations -> ours.

@@ -11,9 +11,8 @@ from torch import nn
 
 from llm.base.watch import Patchable
 from llm.forward import ForwardBatch, StateSpec
-from llm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from llm.layers.embedding import LogitsLayer, ParallelLMHead, VocabParallelEmbedding
 from llm.layers.linear import ReplicatedLinear
-from llm.layers.logits import LogitsLayer
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder.config import DecoderConfig

@@ -70,10 +70,10 @@ class PerLayerGate(Patchable):
         )
         self.post_per_layer_input_norm = norm.build(hidden, context)
         self.act_fn = PLAIN_ACTIVATIONS[activation]()
-        self._multiply = backend_of_construction().op("multiply")
+        self._ops = backend_of_construction().ops
 
     def forward(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        gated = self._multiply(self.act_fn(self.per_layer_input_gate(x)), inputs)
+        gated = self._ops.multiply(self.act_fn(self.per_layer_input_gate(x)), inputs)
         return self.post_per_layer_input_norm(self.per_layer_projection(gated))
 
 
@@ -84,10 +84,10 @@ class Factor(Patchable):
         super().__init__()
         # One per channel: the kernel multiplies rows.
         self.value = new_parameter(torch.ones(width), _fill)
-        self._multiply = backend_of_construction().op("multiply")
+        self._ops = backend_of_construction().ops
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._multiply(x, self.value.expand(x.shape))
+        return self._ops.multiply(x, self.value.expand(x.shape))
 
 
 def _fill(param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:

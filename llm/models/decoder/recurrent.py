@@ -11,7 +11,7 @@ from torch import nn
 from llm.errors import UnsupportedModelError
 from llm.forward import RecurrentSpec
 from llm.kernels.reference.scan import NO_LIMIT
-from llm.layers.linear_attention.gated_delta_net import (
+from llm.layers.linear_attention import (
     DeltaHeads,
     GatedDeltaNetAttention,
     KimiGatedDeltaNetAttention,
@@ -19,8 +19,7 @@ from llm.layers.linear_attention.gated_delta_net import (
     QwenGatedDeltaNetAttention,
     QwenNextGatedDeltaNetAttention,
 )
-from llm.layers.mamba import MambaMixer, MambaMixer2, Plamo2MambaMixer
-from llm.layers.mamba.short_conv import ShortConv
+from llm.layers.mamba import MambaMixer, MambaMixer2, Plamo2MambaMixer, ShortConv
 from llm.layers.parallel import TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder.part import BuildContext, PartConfig

@@ -214,7 +214,7 @@ def _state(spec: StateSpec, blocks: int) -> tuple[torch.Tensor, ...]:
         return tuple(torch.zeros(blocks, *shape, dtype=dtype) for shape, dtype in pairs)
     if isinstance(spec, LatentCacheSpec):
         return (torch.zeros(spec.shape(blocks, _BLOCK)),)
-    return tuple(torch.zeros(shape) for shape in REFERENCE.op("kv_cache_shapes")(spec, blocks, _BLOCK))
+    return tuple(torch.zeros(shape) for shape in REFERENCE.ops.kv_cache_shapes(spec, blocks, _BLOCK))
 
 
 def _batch(

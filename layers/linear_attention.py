@@ -15,11 +15,15 @@ from torch import nn
 from llm.base.custom_op import PluggableLayer
 from llm.forward import ForwardBatch
 from llm.kernels.select import backend_of_construction
-from llm.layers.by_head import StackedByHead
-from llm.layers.extra.gated_norm import RMSNormGated
-from llm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from llm.layers.mamba.conv import CausalConv1d
-from llm.layers.mamba.parameters import DecayingLayer
+from llm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    StackedByHead,
+)
+from llm.layers.mamba import CausalConv1d, DecayingLayer
+from llm.layers.norm import RMSNormGated
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.base import QuantizationConfig
 from llm.quantization.unquantized import new_parameter
@@ -115,7 +119,7 @@ class GatedDeltaNetAttention(DecayingLayer):
             heads.values, hidden_size, False, prefix=f"{prefix}.{self.out_name}", return_bias=False, **self._types
         )
         self.add_module(self.out_name, out)
-        self._rule = backend_of_construction().op("gated_delta_rule")
+        self._ops = backend_of_construction().ops
 
     def build_projections(self) -> None:
         raise NotImplementedError
@@ -135,7 +139,7 @@ class GatedDeltaNetAttention(DecayingLayer):
             decay, dt_bias = decay.unflatten(1, by_key), dt_bias.view(by_key)
         inputs = query.unflatten(1, by_key), key.unflatten(1, by_key), value.unflatten(1, by_value), decay, beta
         constants = self.rates, dt_bias, state
-        y = metadata.run(lambda rows: self._rule(*inputs, *constants, rows, self.beta_scale))
+        y = metadata.run(lambda rows: self._ops.gated_delta_rule(*inputs, *constants, rows, self.beta_scale))
         normed = getattr(self, self.norm_name)(y, gate.unflatten(1, by_value))
         return getattr(self, self.out_name)(normed.flatten(1))
 

@@ -1,9 +1,9 @@
 """Latent attention (DeepSeek-V2, arXiv:2405.04434): one vector per token is kept, from which every head reads.
 
-Owns the attention over that vector, the projection whose weight is absorbed into queries and outputs, and the layer
-that joins them to the other projections. There is one form for prompts and decoding: keys and values are never
-computed, so a token's bits do not depend on how it was scheduled. It costs arithmetic where prompts are long: a pair of
-tokens takes 2 * latent + rope multiplications per head, in place of key + rope + value (DeepSeek-V3: 1088 and 320).
+The attention over that vector, the projection whose weight is absorbed into queries and outputs, and the layer that
+joins them to the other projections. There is one form for prompts and decoding: keys and values are never computed, so
+a token's bits do not depend on how it was scheduled. It costs arithmetic where prompts are long: a pair of tokens takes
+2 * latent + rope multiplications per head, in place of key + rope + value (DeepSeek-V3: 1088 and 320).
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class LatentAttention(Patchable):
         super().__init__()
         self.num_heads, self.latent_size, self.rope_size = num_heads, latent_size, rope_size
         self.layer_index, self.scale = layer_index, scale
-        backend = backend_of_construction()
-        self._write, self._attend = backend.op("write_latent_cache"), backend.op("latent_attention")
+        self._ops = backend_of_construction().ops
 
     @property
     def operations_per_pair(self) -> int:
@@ -68,8 +67,8 @@ class LatentAttention(Patchable):
         [N, rope_size] -> [N, heads, latent_size]."""
         (cache,), metadata = batch.states[self.layer_index], batch.metadata[self.layer_index]
         # Every row's tokens are written before any row reads: rows of one step may share blocks (prefix hits).
-        self._write(latent, key_rope, cache, metadata.slot_mapping)
-        return self._attend(query, query_rope, cache, metadata, scale=self.scale)
+        self._ops.write_latent_cache(latent, key_rope, cache, metadata.slot_mapping)
+        return self._ops.latent_attention(query, query_rope, cache, metadata, scale=self.scale)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, latent_size={self.latent_size}, rope_size={self.rope_size}"
@@ -199,7 +198,7 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
         self.rotary_emb = mla_modules.rotary_emb
         self.attn = LatentAttention(num_heads, kv_lora_rank, qk_rope_head_dim, layer_index=layer_index, scale=scale)
         self.o_proj = mla_modules.o_proj
-        self._heads_linear = backend_of_construction().op("heads_linear")
+        self._ops = backend_of_construction().ops
 
     def forward(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """float [N, hidden_size] of the step's tokens -> the same shape."""
@@ -214,10 +213,10 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
         if self.rotary_emb is not None:
             query_rope, key_rope = self.rotary_emb(batch.positions, query_rope, key_rope)
         by_head = query.view(tokens, self.num_heads, self.qk_head_dim)
-        absorbed = self._heads_linear(by_head[..., : self.qk_nope_head_dim], weight.of_queries())
+        absorbed = self._ops.heads_linear(by_head[..., : self.qk_nope_head_dim], weight.of_queries())
         query_rope = query_rope.view(tokens, self.num_heads, self.qk_rope_head_dim)
         out = self.attn(absorbed, query_rope, self.kv_a_layernorm(latent), key_rope, batch)
-        values = self._heads_linear(out, weight.of_outputs())
+        values = self._ops.heads_linear(out, weight.of_outputs())
         return self.o_proj(values.view(tokens, self.num_heads * self.v_head_dim))
 
     def _query(self, hidden_states: torch.Tensor) -> torch.Tensor:

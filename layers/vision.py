@@ -1,0 +1,295 @@
+"""Layers of image encoders, for models of your own: no model here uses them. They are plain PyTorch without a kernel.
+
+Import them by vLLM's paths, `llm.model_executor.layers.*`.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llm.base.custom_op import CustomOp, PluggableLayer
+from llm.errors import ValidationError
+from llm.layers.linear import QKVParallelLinear, RowParallelLinear
+from llm.quantization.base import QuantizationConfig
+
+
+@CustomOp.register("mm_encoder_attn")
+class MMEncoderAttention(CustomOp):
+    """Attention of multimodal encoders, not causal and without a KV cache: softmax(scale q k^T) v within each sequence.
+
+    Computed in float32, returned in the query's type.
+
+    Args:
+        num_heads, head_size: of the query.
+        scale: factor on the scores; None: head_size ** -0.5.
+        num_kv_heads: of key and value, a divisor of `num_heads`; None: `num_heads`.
+        prefix: dotted path of the layer in the model.
+        multimodal_config: not read. In vLLM it chooses among implementations; here there is one.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float | None = None,
+        num_kv_heads: int | None = None,
+        prefix: str = "",
+        multimodal_config: object = None,
+        *,
+        enforce_enable: bool = False,
+    ) -> None:
+        super().__init__(enforce_enable=enforce_enable)
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = head_size**-0.5 if scale is None else scale
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.prefix = prefix
+        if num_heads % self.num_kv_heads:
+            raise ValidationError(
+                f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}.",
+                parameter="num_kv_heads",
+                value=num_kv_heads,
+            )
+
+    def forward_native(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query float [B, N, heads * head_size] or [B, N, heads, head_size], key and value likewise -> query's shape.
+
+        Args:
+            cu_seqlens: int [S + 1], from 0 to B * N: where sequences start in the flattened batch; None: each batch
+                row is a sequence.
+            max_seqlen: a hint for kernels that size their work by it.
+
+        Raises:
+            ValueError: shapes or boundaries that do not fit.
+        """
+        if query.dim() not in (3, 4):
+            raise ValueError(f"query has shape {list(query.shape)}, must have 3 or 4 dimensions.")
+        batch, length = query.shape[:2]
+        heads = [
+            self._heads(x, n)
+            for x, n in ((query, self.num_heads), (key, self.num_kv_heads), (value, self.num_kv_heads))
+        ]
+        ends = [length] * batch if cu_seqlens is None else _lengths(cu_seqlens, batch * length)
+        out = [self._attend(*parts) for parts in zip(*(x.split(ends, dim=1) for x in heads), strict=True)]
+        joined = torch.cat(out, dim=1) if out else heads[0]
+        return joined.transpose(0, 1).reshape(query.shape).to(query.dtype)
+
+    def _heads(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        """float32 [heads, B * N, head_size]."""
+        return x.reshape(x.shape[0] * x.shape[1], heads, self.head_size).float().transpose(0, 1)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """One sequence: [heads, n, head_size]."""
+        return F.scaled_dot_product_attention(query, key, value, scale=self.scale, enable_gqa=True)
+
+
+def _lengths(cu_seqlens: torch.Tensor, tokens: int) -> list[int]:
+    bounds = cu_seqlens.tolist()
+    lengths = [end - start for start, end in pairwise(bounds)]
+    if not bounds or bounds[0] != 0 or bounds[-1] != tokens or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens must rise from 0 to the {tokens} tokens, got {bounds}.")
+    return lengths
+
+
+@PluggableLayer.register("rel_pos_attention")
+class RelPosAttention(PluggableLayer):
+    """Attention over an image with decomposed relative positions (arXiv:2112.01526): SAM's encoder and DeepSeek-OCR.
+
+    x float [B, H, W, dim] -> the same shape and type; every position of an image sees all others.
+    `use_rel_pos` adds q . rel_pos_h[h - h'] + q . rel_pos_w[w - w'] to the score of positions (h, w) and (h', w').
+
+    Args:
+        dim: channels.
+        num_heads: a divisor of `dim`.
+        qkv_bias: whether the projections of query, key and value have a bias; the output projection always has one.
+        use_rel_pos: have tables of relative positions, `rel_pos_h` [2H - 1, dim / heads] and `rel_pos_w`.
+        input_size: (H, W) of the tables, needed with `use_rel_pos`; they are interpolated for other sizes of x.
+        params_dtype, quant_config, prefix: as in `LinearBase`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        qkv_bias: bool = True,
+        use_rel_pos: bool = False,
+        input_size: tuple[int, int] | None = None,
+        params_dtype: torch.dtype | None = None,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValidationError(
+                f"num_heads={num_heads} does not divide dim={dim}.", parameter="num_heads", value=num_heads
+            )
+        if use_rel_pos and input_size is None:
+            raise ValidationError(
+                "use_rel_pos=True needs input_size, the (height, width) of its tables.",
+                parameter="input_size",
+                value=input_size,
+            )
+        self.num_heads = num_heads
+        self.head_size = dim // num_heads
+        self.use_rel_pos = use_rel_pos
+        self.qkv = QKVParallelLinear(
+            dim,
+            self.head_size,
+            num_heads,
+            bias=qkv_bias,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv",
+            return_bias=False,
+        )
+        self.proj = RowParallelLinear(
+            dim, dim, params_dtype=params_dtype, quant_config=quant_config, prefix=f"{prefix}.proj", return_bias=False
+        )
+        if use_rel_pos and input_size is not None:
+            self.rel_pos_h, self.rel_pos_w = (
+                nn.Parameter(torch.zeros(2 * size - 1, self.head_size, dtype=params_dtype), requires_grad=False)
+                for size in input_size
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, height, width, dim = x.shape
+        qkv = self.qkv(x.float()).view(batch, height * width, 3, self.num_heads, self.head_size)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, H * W, head_size]
+        bias = self._bias(query, height, width) if self.use_rel_pos else None
+        out = F.scaled_dot_product_attention(query, key, value, bias)
+        return self.proj(out.transpose(1, 2).reshape(batch, height, width, dim)).to(x.dtype)
+
+    def _bias(self, query: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """The scores' terms for relative positions: [B, heads, H * W, H * W]."""
+        places = query.unflatten(2, (height, width))
+        rows = torch.einsum("bnhwc,hkc->bnhwk", places, _relative(self.rel_pos_h, height))
+        columns = torch.einsum("bnhwc,wkc->bnhwk", places, _relative(self.rel_pos_w, width))
+        return (rows[..., :, None] + columns[..., None, :]).flatten(4, 5).flatten(2, 3)
+
+
+def _relative(table: torch.Tensor, size: int) -> torch.Tensor:
+    """Entry [i, j] is the table's vector for distance i - j: float32 [size, size, head_size]."""
+    wanted = 2 * size - 1
+    if table.shape[0] != wanted:
+        table = F.interpolate(table.float().t()[None], size=wanted, mode="linear")[0].t()
+    places = torch.arange(size, device=table.device)
+    return table.float()[places[:, None] - places[None, :] + size - 1]
+
+
+Sizes = int | tuple[int, ...]
+
+
+class ConvLayerBase(CustomOp):
+    """A convolution over images or video: one GEMM if patches do not overlap, as in patch embeddings.
+
+    x float [B, in_channels, *space] -> [B, out_channels, *space'], computed in float32, returned in x's type.
+
+    Arguments are those of torch.nn.Conv2d and Conv3d; `padding_mode` is "zeros". The weight is
+    [out_channels, in_channels / groups, *kernel_size]. `enable_linear` is True if kernel and stride are equal and there
+    is no padding, dilation or grouping: then each patch is a row of one GEMM.
+
+    Args:
+        params_dtype: of weight and bias; None: torch's default.
+    """
+
+    num_dim: ClassVar[int]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        padding: Sizes | Literal["same", "valid"] = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        *,
+        params_dtype: torch.dtype | None = None,
+        enforce_enable: bool = False,
+    ) -> None:
+        super().__init__(enforce_enable=enforce_enable)
+        if padding_mode != "zeros":
+            raise ValidationError(
+                f"padding_mode={padding_mode!r} is not supported; use 'zeros'.",
+                parameter="padding_mode",
+                value=padding_mode,
+            )
+        for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
+            if groups < 1 or channels % groups:
+                raise ValidationError(
+                    f"groups={groups} does not divide {name}={channels}.", parameter="groups", value=groups
+                )
+        self.kernel_size = self._per_dimension("kernel_size", kernel_size)
+        self.stride = self._per_dimension("stride", stride)
+        self.dilation = self._per_dimension("dilation", dilation)
+        self.padding = padding if isinstance(padding, str) else self._per_dimension("padding", padding)
+        self.groups = groups
+        pads = self.padding != "valid" and self.padding != (0,) * self.num_dim
+        dilates = self.dilation != (1,) * self.num_dim
+        self.enable_linear = self.kernel_size == self.stride and groups == 1 and not pads and not dilates
+        shape = (out_channels, in_channels // groups, *self.kernel_size)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_channels, dtype=params_dtype), requires_grad=False) if bias else None
+
+    def _per_dimension(self, name: str, value: Sizes) -> tuple[int, ...]:
+        values = (value,) * self.num_dim if isinstance(value, int) else tuple(value)
+        if len(values) != self.num_dim:
+            raise ValidationError(f"{name}={value} must have {self.num_dim} numbers.", parameter=name, value=value)
+        return values
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != self.num_dim + 2:
+            raise ValueError(f"{self.name} takes x of {self.num_dim + 2} dimensions, got shape {list(x.shape)}.")
+        weight = self.weight.float()
+        bias = None if self.bias is None else self.bias.float()
+        compute = self._multiply if self.enable_linear else self._convolve
+        return compute(x.float(), weight, bias).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        way = "as a matrix product" if self.enable_linear else f"padding={self.padding}, dilation={self.dilation}"
+        return f"weight={list(self.weight.shape)}, stride={self.stride}, {way}"
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Each patch as a row of one GEMM; a remainder at the far edges is in no patch, as in a convolution."""
+        counts = [size // kernel for size, kernel in zip(x.shape[2:], self.kernel_size, strict=True)]
+        pairs = list(zip(counts, self.kernel_size, strict=True))
+        for dim, (count, kernel) in enumerate(pairs, start=2):
+            x = x.narrow(dim, 0, count * kernel)
+        x = x.reshape(*x.shape[:2], *(size for pair in pairs for size in pair))  # [B, C, n1, k1, n2, k2 ...]
+        places = range(2, 2 + 2 * self.num_dim, 2)
+        x = x.permute(0, *places, 1, *(place + 1 for place in places))
+        rows = x.reshape(x.shape[0], *counts, x.shape[1 + self.num_dim] * math.prod(self.kernel_size))
+        return F.linear(rows, weight.flatten(1), bias).movedim(-1, 1)
+
+    def _convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        convolution = F.conv2d if self.num_dim == 2 else F.conv3d
+        return convolution(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+@CustomOp.register("conv2d")
+class Conv2dLayer(ConvLayerBase):
+    """x [B, in_channels, H, W]."""
+
+    num_dim = 2
+
+
+@CustomOp.register("conv3d")
+class Conv3dLayer(ConvLayerBase):
+    """x [B, in_channels, T, H, W]."""
+
+    num_dim = 3
