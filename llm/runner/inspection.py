@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from llm.base.custom_op import CustomOp, replaced_class, replacement_reason
 from llm.engine.boundary import Captured, LayerReport
-from llm.layers.attention import Attention
-from llm.layers.attention.backend import PagedAttention
+from llm.layers.attention import Attention, PagedAttention
 from llm.layers.linear import LinearBase
 from llm.layers.moe import FusedMoE
 from llm.quantization.absorbed import AbsorbedLinearMethod

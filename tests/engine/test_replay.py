@@ -20,7 +20,7 @@ from llm import LLM, SamplingParams
 from llm.base import watch
 from llm.kernels.backend import OPERATIONS, Backend, Recording, StepSize
 from llm.kernels.cpu.program import NotRecordable, record
-from llm.layers.attention.backend import PagedAttention
+from llm.layers.attention import PagedAttention
 from llm.layers.linear import LinearBase
 from llm.layers.norm import RMSNorm
 from llm.models.decoder import layer as decoder_layer
