@@ -14,9 +14,7 @@ from llm.base import conflict, vllm_paths
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from llm.api import LLM as LLM
-    from llm.api.async_llm import AsyncLLM as AsyncLLM
-    from llm.api.llm_engine import LLMEngine as LLMEngine
+    from llm.async_llm import AsyncLLM as AsyncLLM
     from llm.config.command_line import AsyncEngineArgs as AsyncEngineArgs
     from llm.config.command_line import EngineArgs as EngineArgs
     from llm.engine.async_llm_engine import AsyncLLMEngine as AsyncLLMEngine
@@ -42,6 +40,8 @@ if TYPE_CHECKING:
     from llm.inputs import PromptType as PromptType
     from llm.inputs import TextPrompt as TextPrompt
     from llm.inputs import TokensPrompt as TokensPrompt
+    from llm.llm import LLM as LLM
+    from llm.llm_engine import LLMEngine as LLMEngine
     from llm.models.registry import ModelRegistry as ModelRegistry
     from llm.models.registry import register_model as register_model
     from llm.outputs import BeamSearchOutput as BeamSearchOutput
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _PUBLIC = {
-    "LLM": "llm.api",
+    "LLM": "llm.llm",
     "SamplingParams": "llm.sampling_params",
     "BeamSearchParams": "llm.sampling_params",
     "BeamSearchOutput": "llm.outputs",
@@ -95,8 +95,8 @@ _PUBLIC = {
     "ModelRegistry": "llm.models.registry",
     "register_model": "llm.models.registry",
     "EngineArgs": "llm.config.command_line",
-    "LLMEngine": "llm.api.llm_engine",
-    "AsyncLLM": "llm.api.async_llm",
+    "LLMEngine": "llm.llm_engine",
+    "AsyncLLM": "llm.async_llm",
     "AsyncLLMEngine": "llm.engine.async_llm_engine",
     "AsyncEngineArgs": "llm.config.command_line",
     "PoolingParams": "llm.pooling_params",

@@ -21,8 +21,8 @@ from llm.base.types import Commands
 from llm.errors import LLMError, ValidationError, is_out_of_memory
 
 if TYPE_CHECKING:
-    from llm.api import LLM
     from llm.inputs import PromptType
+    from llm.llm import LLM
     from llm.sampling_params import SamplingParams
 
 
@@ -201,7 +201,7 @@ def _compilation_config(args: argparse.Namespace) -> object:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from llm.api import EMBEDDED_MODEL, LLM
+    from llm.llm import EMBEDDED_MODEL, LLM
 
     with LLM(
         EMBEDDED_MODEL if args.model is None else args.model,
@@ -216,7 +216,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from llm.api import EMBEDDED_MODEL, LLM
+    from llm.llm import EMBEDDED_MODEL, LLM
 
     text = _read_stdin() if args.prompt == "-" else args.prompt
     with LLM(

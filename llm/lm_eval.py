@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from llm.api import LLM
 from llm.base.checks import refuse
 from llm.base.optional import optional_package
 from llm.config.command_line import EngineArgs
+from llm.llm import LLM
 from llm.logger import init_logger
 from llm.sampling_params import SamplingParams
 

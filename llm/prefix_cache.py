@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -29,9 +30,13 @@ from llm.engine.boundary import CachePart
 from llm.engine.engine import Engine
 from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.forward import SLOTS
+from llm.jobs.identity import fingerprint_of, model_identity
 from llm.loading.checkpoint import Checkpoint
 from llm.loading.model_files import read_json
 from llm.quantize.partial import partial_folder
+
+if TYPE_CHECKING:
+    from llm.llm import LLM
 
 VERSION = 1
 _MANIFEST = "prefix_cache.json"
@@ -54,6 +59,50 @@ class Manifest:
     identity: JsonObject
     counts: Mapping[str, int]
     sums: Mapping[str, str]
+
+
+def save_cache_of(llm: LLM, path: str | Path) -> Path:
+    """`LLM.save_prefix_cache`."""
+    path = check_new(path)
+    with llm._exclusive():
+        engine = llm._begin()
+        _check_cacheable(engine, "path")
+        if llm._may_have_changed:
+            raise ValidationError(
+                "a callable of apply_model may have changed the weights, so there is no telling which model the "
+                "prompt cache is of; save it before apply_model.",
+                parameter="path",
+            )
+        return save(engine, _identity_of(llm), path)
+
+
+def load_cache_into(llm: LLM, folder: str | Path) -> None:
+    """`LLM(prefix_cache=...)`, at the end of start-up. Closes the LLM if it fails."""
+    try:
+        engine, manifest = llm._open_engine(), read_manifest(folder)
+        _check_cacheable(engine, "prefix_cache")
+        check_identity(manifest, _identity_of(llm))
+        load(engine, manifest)
+    except BaseException:
+        llm.close()
+        raise
+
+
+def _identity_of(llm: LLM) -> JsonObject:
+    """What keys, values and states depend on besides the tokens and what is in their hashes."""
+    config = llm._open_engine().config
+    weights = fingerprint_of(llm)
+    if llm._source is None:
+        raise ValidationError("random weights have no prompt cache; load a checkpoint.", parameter="load_format")
+    return {**model_identity(llm._args, config, weights), "block_size": config.cache_config.block_size}
+
+
+def _check_cacheable(engine: Engine, parameter: str) -> None:
+    """Raise `ValidationError` if prompts share nothing."""
+    if not engine.config.cache_config.enable_prefix_caching:
+        why = engine.config.reasons.get("enable_prefix_caching", "enable_prefix_caching=False")
+        message = f"there is no prompt cache without prefix caching, which is off: {why}."
+        raise ValidationError(message, parameter=parameter)
 
 
 def check_new(path: str | Path) -> Path:

@@ -19,16 +19,17 @@ from typing import Protocol
 
 import numpy as np
 
-from llm.api import EMBEDDED_MODEL, LLM
 from llm.base.checks import check_choice, refuse
 from llm.base.optional import optional_package
 from llm.base.types import JsonObject
 from llm.engine.rows import ON_TOO_LONG
 from llm.errors import OutOfMemoryError
+from llm.jobs.identity import identity_of
 from llm.jobs.journal import SharedJournal
 from llm.jobs.requests import ANSWER_COLUMNS, JobAdapters
 from llm.jobs.tables import Form, arrow_type
 from llm.jobs.worker import PieceRows, RowWorker, plain_row
+from llm.llm import EMBEDDED_MODEL, LLM
 from llm.platforms import select_platform
 from llm.sampling_params import SamplingParams
 
@@ -102,7 +103,7 @@ class LLMWorker:
             id_column=id_column,
             seed=llm.config.model_config.seed,
         )
-        kept = None if journal is None else SharedJournal(journal, llm._identity())
+        kept = None if journal is None else SharedJournal(journal, identity_of(llm))
         self._worker = RowWorker(llm, rows, on_too_long, kept)
 
     def __call__(self, batch: Batch) -> Batch:

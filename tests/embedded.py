@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from llm import LLM, RequestOutput, SamplingParams
-from llm.api import EMBEDDED_MODEL
+from llm.llm import EMBEDDED_MODEL
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ["In the beginning", "And the LORD said unto Moses", "The king"]

@@ -48,7 +48,7 @@ def test_sampling_params_are_plain_data() -> None:
 
 def test_main_names_import() -> None:
     loaded = modules_after("from llm import LLM, SamplingParams")
-    assert {"llm.api", "llm.sampling_params"} <= loaded
+    assert {"llm.llm", "llm.sampling_params"} <= loaded
 
 
 @pytest.mark.parametrize("name", llm.__all__)

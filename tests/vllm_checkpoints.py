@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import TinyModel, write_checkpoint
 
-from llm.api import EMBEDDED_MODEL
+from llm.llm import EMBEDDED_MODEL
 
 FIXTURES = Path(__file__).parent / "fixtures"
 # vLLM's attention on a CPU takes a head_dim of 32 and up. The vocabulary is that of the embedded model's tokenizer.

@@ -34,10 +34,10 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "llm.config.command_line": "AsyncEngineArgs EngineArgs",
     },
     "llm.engine.async_llm_engine": {
-        "llm.api.async_llm": "AsyncLLM=AsyncLLMEngine",
+        "llm.async_llm": "AsyncLLM=AsyncLLMEngine",
     },
     "llm.entrypoints.llm": {
-        "llm.api": "LLM",
+        "llm.llm": "LLM",
     },
     "llm.exceptions": {
         "llm.errors": "ValidationError=VLLMValidationError",
@@ -142,7 +142,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "llm.plugins": "resolve_obj_by_qualname",
     },
     "llm.v1.engine.async_llm": {
-        "llm.api.async_llm": "AsyncLLM",
+        "llm.async_llm": "AsyncLLM",
     },
     "llm.v1.metrics.reader": {
         "llm.outputs": "Counter Gauge Histogram Metric Vector",

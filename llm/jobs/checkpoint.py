@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 
-from llm.api.flow import Entry
 from llm.base.checks import refuse
+from llm.calls.flow import Entry
 from llm.engine.output import PromptState
 from llm.engine.rows import AnyRow, RefusedRow
 from llm.errors import JobError

@@ -85,10 +85,10 @@ def add_commands(commands: Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llm.api import EMBEDDED_MODEL, LLM
     from llm.config.engine import DEFAULT_MAX_LORA_RANK
     from llm.inputs import LoRARequest
     from llm.jobs.job import JobFiles, RunOptions
+    from llm.llm import EMBEDDED_MODEL, LLM
 
     given, modules = _params(args.params), _modules(args.lora_modules)
     _check_params(given, args.task)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +32,9 @@ from llm.output_formats import params_as_json, plain
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.loading import qualified_name
 from llm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llm.llm import LLM
 
 # Raise it when a change of this package changes answers.
 NUMERICS_VERSION = 1
@@ -53,6 +57,20 @@ def fingerprint(source: ModelSource) -> str:
     finally:
         source.close()
     return digest.hexdigest()
+
+
+def identity_of(llm: LLM) -> JsonObject:
+    """What all answers of an open `LLM` depend on. Raises `ValidationError` as `identity`."""
+    config = llm._open_engine().config
+    found = identity(llm._args, config, fingerprint_of(llm), llm._preprocessor.logits_processors)
+    return found | pooling_identity(llm._pooling)
+
+
+def fingerprint_of(llm: LLM) -> str:
+    """Of an LLM's weights; they are read for it once."""
+    if not llm._weights:
+        llm._weights = "random" if llm._source is None else fingerprint(llm._source)
+    return llm._weights
 
 
 def identity(
@@ -85,7 +103,7 @@ def model_identity(args: EngineArgs, config: EngineConfig, weights: str) -> Json
         with AdapterFolder(resolve_folder(args.merge_lora, weights=False, argument="merge_lora")) as folder:
             adapter = folder.digest()
     calibration = hashlib.sha256(_json(list(args.calibration))).hexdigest() if args.calibration else None
-    # RowRequest for, it lets GEMMs round their inputs where that is faster.
+    # If bfloat16 is asked for, it lets GEMMs round their inputs where that is faster.
     rounds = str(args.dtype).removeprefix("torch.") == "bfloat16"
     return {
         "weights": weights,

@@ -14,14 +14,16 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llm.api.flow import Entry, Flow, FlowHost
 from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice, check_flag, refuse
 from llm.base.text import clip, list_names, quote
 from llm.base.types import JsonObject
+from llm.calls.arguments import adapters_of
+from llm.calls.flow import Entry, Flow
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, output_without_run
 from llm.engine.progress import Progress, check_use_tqdm
@@ -36,7 +38,8 @@ from llm.errors import (
     ValidationError,
     is_out_of_memory,
 )
-from llm.jobs.identity import check_finished, check_recordable, digest_of, rows_key, sum_of, write_finished
+from llm.inputs import LoRARequest
+from llm.jobs.identity import check_finished, check_recordable, digest_of, identity_of, rows_key, sum_of, write_finished
 from llm.jobs.journal import Answer, Answers, Ended, Journal, Partials
 from llm.jobs.requests import (
     BatchRows,
@@ -57,6 +60,9 @@ from llm.outputs import RequestOutput
 from llm.pooling_params import PoolingParams
 from llm.runner.pooler import PoolingPlan
 from llm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llm.llm import LLM
 
 _BATCH = 256  # prompts
 _PARTIALS_SECONDS = 10.0
@@ -160,7 +166,7 @@ class _Running:
 class Job:
     """One run of a job."""
 
-    def __init__(self, llm: FlowHost, plan: JobPlan, journal: Journal, use_tqdm: UseTqdm) -> None:
+    def __init__(self, llm: LLM, plan: JobPlan, journal: Journal, use_tqdm: UseTqdm) -> None:
         self._llm = llm
         self._plan = plan
         self._journal = journal
@@ -326,7 +332,7 @@ class Job:
             yield plan.line(line)
 
 
-def keyed_rows(llm: FlowHost, plan: JobPlan) -> Iterator[list[tuple[str, str, Sequence[AnyRow]]]]:
+def keyed_rows(llm: LLM, plan: JobPlan) -> Iterator[list[tuple[str, str, Sequence[AnyRow]]]]:
     """The rows of the file in batches: the place of each, its key, and what it is for the engine."""
     maker, numbered = Maker(plan.rows, plan.on_too_long, plan.shard.count), plan.numbered()
     while batch := _next(numbered):
@@ -477,14 +483,29 @@ class JobDefaults:
 
 
 def run_job(
-    llm: FlowHost, files: JobFiles, options: RunOptions, defaults: JobDefaults, identity: JsonObject, model: str
+    llm: LLM,
+    source: str | Path,
+    output: str | Path,
+    options: RunOptions,
+    sampling_params: SamplingParams | None,
+    pooling_params: PoolingParams | None,
+    lora_modules: Mapping[str, str | Path] | None,
+    lora_request: LoRARequest | None,
 ) -> JobSummary:
-    """Check the whole input, then run what is left to do.
+    """Check the whole input, then run what is left to do. Adapters that cannot be used are told before any work starts.
 
     Raises:
         JobError, ValidationError: a file, a row's form or an argument is wrong.
         JobInterrupted: Ctrl-C or SIGTERM.
     """
+    model = str(llm._args.model)
+    adapters = JobAdapters.of(lora_modules, lora_request, (Path(model).name, model))
+    with llm._exclusive():
+        adapters_of(llm._begin(), adapters.all(), len(adapters.all()))
+    default = llm.get_default_sampling_params
+    defaults = JobDefaults.of(llm._pooling, sampling_params, pooling_params, adapters, default)
+    files = JobFiles.of(source, output, options)
+    identity = identity_of(llm)
     first = _first_row(files.source)
     rows = defaults.rows(first, options, suffix_of(files.target))
     count, columns, schema = _check_input(files, rows, options.on_error == "raise")
@@ -500,7 +521,7 @@ def run_job(
         options.on_too_long,
         identity,
         {**of_job, **_job_params(files, options, defaults)},
-        model,
+        Path(model).name,
     )
     if files.target.exists():  # and resume=True
         return _summary_of_complete(llm, plan)
@@ -523,7 +544,7 @@ def _job_params(files: JobFiles, options: RunOptions, defaults: JobDefaults) -> 
     }
 
 
-def _summary_of_complete(llm: FlowHost, plan: JobPlan) -> JobSummary:
+def _summary_of_complete(llm: LLM, plan: JobPlan) -> JobSummary:
     """Of an output that an earlier run has completed.
 
     Raises:

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from llm.api.adapters import give_adapters
-from llm.api.flow import FlowHost
-from llm.api.ranking import asked_text
 from llm.base.text import clip
 from llm.base.types import JsonObject
+from llm.calls.arguments import give_adapters
+from llm.calls.pooling import asked_text
 from llm.engine.boundary import QWEN3_RERANKER
 from llm.engine.engine import Engine
 from llm.engine.output import output_without_run
@@ -44,6 +43,9 @@ from llm.outputs import RequestOutput
 from llm.replies.choice import ToolChoice
 from llm.replies.reader import ReplyReader
 from llm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llm.llm import LLM
 
 Generating = PlainRows | BatchRows
 Pooling = PlainVectors | BatchVectors
@@ -92,7 +94,7 @@ class Maker:
     on_too_long: str
     stride: int
 
-    def make(self, llm: FlowHost, engine: Engine, numbered: Sequence[tuple[int, Read]]) -> list[AnyRow]:
+    def make(self, llm: LLM, engine: Engine, numbered: Sequence[tuple[int, Read]]) -> list[AnyRow]:
         """`numbered`: rows of the file with their indices, `stride` apart. The lock of a call is held.
 
         Those of one index follow each other, in the order of the row's inputs.
@@ -105,7 +107,7 @@ class Maker:
             return [RefusedRow(numbered[0][0], refused)]
         return [row for one in numbered for row in self.make(llm, engine, [one])]
 
-    def _made(self, llm: FlowHost, engine: Engine, numbered: Sequence[tuple[int, Read]]) -> list[AnyRow]:
+    def _made(self, llm: LLM, engine: Engine, numbered: Sequence[tuple[int, Read]]) -> list[AnyRow]:
         given = [read for _, read in numbered]
         first, preprocessor = numbered[0][0], llm._preprocessor
         if isinstance(self.rows, PlainVectors | BatchVectors):
@@ -116,7 +118,7 @@ class Maker:
         return [row for own in by_index(made) for row in _all_or_none(own)]
 
     def _generating(
-        self, form: Generating, given: Sequence[Read], first: int, llm: FlowHost
+        self, form: Generating, given: Sequence[Read], first: int, llm: LLM
     ) -> tuple[list[AnyRow], list[LoRARequest | None]]:
         preprocessor = llm._preprocessor
         prompts: list[object] = []

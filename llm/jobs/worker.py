@@ -11,18 +11,21 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic
+from typing import TYPE_CHECKING
 
-from llm.api.flow import Entry, Flow
-from llm.api.jobs import JobsHost
 from llm.base.types import JsonObject
+from llm.calls.flow import Entry, Flow
 from llm.engine.rows import AnyRow, RefusedRow, Row, derive_seed
-from llm.jobs.identity import row_key
+from llm.jobs.identity import identity_of, row_key
 from llm.jobs.journal import Ended, Partials, SharedJournal
 from llm.jobs.requests import PlainRows, RowRequest
 from llm.jobs.rows import Maker, Replies
 from llm.jobs.tables import Read
 from llm.output_formats import plain
 from llm.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from llm.llm import LLM
 
 _PARTIALS_SECONDS = 10.0
 
@@ -62,13 +65,13 @@ class RowWorker:
         journal: what other processes and earlier ones have answered; None: nothing is kept.
     """
 
-    def __init__(self, llm: JobsHost, rows: PieceRows, on_too_long: str, journal: SharedJournal | None = None) -> None:
+    def __init__(self, llm: LLM, rows: PieceRows, on_too_long: str, journal: SharedJournal | None = None) -> None:
         self._llm = llm
         self._rows = rows
         self._maker = Maker(rows, on_too_long, 1)
         self._replies = Replies(llm._preprocessor)
         self._journal = journal
-        self._identity = llm._identity()
+        self._identity = identity_of(llm)
         self._keys: dict[int, str] = {}  # of the rows in flight
         self._partials = Partials()
         self._partials_at = monotonic() + _PARTIALS_SECONDS

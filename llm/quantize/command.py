@@ -87,7 +87,7 @@ def table(
     measured: list[Measured] | None = None,
 ) -> Iterator[str]:
     """The lines of a Markdown table: the unquantized model, then each scheme compared with it; also in `measured`."""
-    from llm.api import EMBEDDED_MODEL, LLM
+    from llm.llm import EMBEDDED_MODEL, LLM
     from llm.quantization.configs.online import RECIPES
     from llm.quantize.measure import agreement, common_prefix, greedy_tokens, prompts_from, score_texts
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-    from llm.api import LLM
+    from llm.llm import LLM
 
 _QUALITY = ("quantization", "weights", "perplexity", "95% interval", "change", "95% interval")
 _HEADINGS = (*_QUALITY, "prefill tok/s", "decode tok/s")

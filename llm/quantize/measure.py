@@ -20,7 +20,7 @@ from llm.quantization.quantizer import decibels
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llm.api import LLM
+    from llm.llm import LLM
 
 GREEDY_TOKENS = 64
 _SPEED_PREFILL, _SPEED_DECODE, _SPEED_REPEATS = 256, 16, 3

@@ -31,9 +31,9 @@ from llm.quantize.measure import (
 if TYPE_CHECKING:
     import pandas
 
-    from llm.api import LLM
     from llm.engine.engine import Engine
     from llm.inputs import PromptType
+    from llm.llm import LLM
 
 _BAR_WIDTH, _ROW_HEIGHT, _LABEL_WIDTH = 260, 16, 300
 

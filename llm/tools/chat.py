@@ -20,7 +20,7 @@ from llm.base.types import Commands, JsonObject
 from llm.errors import LLMError, ValidationError
 
 if TYPE_CHECKING:
-    from llm.api import LLM
+    from llm.llm import LLM
     from llm.sampling_params import SamplingParams
 
 
@@ -61,7 +61,7 @@ def add_command(commands: Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llm.api import EMBEDDED_MODEL, LLM
+    from llm.llm import EMBEDDED_MODEL, LLM
 
     with LLM(
         EMBEDDED_MODEL if args.model is None else args.model,

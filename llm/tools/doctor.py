@@ -140,7 +140,7 @@ def _variables() -> Finding:
 
 def _answer() -> Finding:
     """The embedded model answers, unless the kernels would be compiled for it."""
-    from llm.api import LLM
+    from llm.llm import LLM
     from llm.sampling_params import SamplingParams
 
     if not kernel_state().is_compiled:

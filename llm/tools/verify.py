@@ -24,7 +24,7 @@ from llm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from llm.api import LLM
+    from llm.llm import LLM
 
 
 # The largest difference of logprobs that adding in another order in float32 explains.

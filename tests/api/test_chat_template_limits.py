@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from llm import template_process
-from llm.api import EMBEDDED_MODEL
 from llm.chat_template import _compile, _theirs, names_read
 from llm.errors import ValidationError
+from llm.llm import EMBEDDED_MODEL
 from llm.template_plain import is_plain
 from llm.template_process import PROCESS, TemplateProcess
 from llm.tokenizer import Tokenizer

@@ -123,7 +123,7 @@ def opened_with(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[s
     def record(model: Any, **given: Any) -> None:
         raise Opened({"model": model, **given})
 
-    monkeypatch.setattr("llm.api.LLM", record)
+    monkeypatch.setattr("llm.llm.LLM", record)
     with pytest.raises(Opened) as caught:
         main(arguments)
     return caught.value.args[0]

@@ -13,8 +13,8 @@ import pytest
 from embedded import open_llm, python
 
 from llm import LLM
-from llm.api import EMBEDDED_MODEL
 from llm.errors import MissingPackageError, ValidationError
+from llm.llm import EMBEDDED_MODEL
 
 TOLERANCE = 1e-3
 CHOICES = ["heaven and the earth", "Moses", "sea"]

@@ -16,9 +16,9 @@ from test_html import Checker
 from tiny_models import TINY_MODELS, write_checkpoint
 
 from llm import LLM, SamplingParams, ValidationError
-from llm.api import EMBEDDED_MODEL
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.errors import OutOfMemoryError
+from llm.llm import EMBEDDED_MODEL
 from llm.platforms.cpu import CpuPlatform
 from llm.quantize.measure import TextScores, change_interval, perplexity_interval
 

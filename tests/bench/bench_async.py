@@ -19,7 +19,7 @@ from pathlib import Path
 from time import perf_counter
 
 from llm import LLM, AsyncLLM, RequestOutputKind, SamplingParams
-from llm.api import EMBEDDED_MODEL
+from llm.llm import EMBEDDED_MODEL
 from llm.tools.bench.shapes import write_config
 
 LIMIT = 1.1

@@ -103,7 +103,7 @@ CONTESTANTS = [
 def write(args: argparse.Namespace) -> int:
     """Checkpoints with the embedded model's tokenizer, which is never asked; OpenVINO wants one."""
     from llm import LLM
-    from llm.api import EMBEDDED_MODEL
+    from llm.llm import EMBEDDED_MODEL
     from llm.loading.resolve import resolve_folder
     from llm.tools.bench.shapes import write_config
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from llm import LLM, SamplingParams
-from llm.api import EMBEDDED_MODEL
+from llm.llm import EMBEDDED_MODEL
 from llm.loading.resolve import resolve_folder
 from llm.tools.bench import shapes
 

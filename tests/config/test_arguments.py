@@ -284,7 +284,7 @@ def test_an_argument_is_frozen() -> None:
 
 
 def test_honoured_means_a_parameter_of_llm() -> None:
-    from llm.api import LLM
+    from llm.llm import LLM
 
     parameters = inspect.signature(LLM.__init__).parameters.values()
     named = {parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD}

@@ -22,13 +22,13 @@ from test_metamorphic import EVERYWHERE, PREEMPTED, SETTINGS, Case, check_orders
 from tiny_models import TINY_MODELS, one_thread
 
 from llm import LLM, SamplingParams
-from llm.api import EMBEDDED_MODEL
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import EngineArgs
 from llm.engine.boundary import Runner
 from llm.kernels.select import backend_for
 from llm.layers.attention import Attention
 from llm.layers.parallel import SINGLE, TensorParallel
+from llm.llm import EMBEDDED_MODEL
 from llm.platforms import select_platform
 from llm.platforms.cpu import CpuPlatform
 from llm.runner.model_runner import ModelRunner

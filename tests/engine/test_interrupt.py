@@ -147,7 +147,7 @@ def test_ctrl_c_while_rows_are_added_leaves_none_behind(llm: LLM, monkeypatch: p
 
 
 def test_ctrl_c_while_the_outputs_are_made_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    progress = sys.modules["llm.api.generation"].Progress
+    progress = sys.modules["llm.calls.batch"].Progress
     with monkeypatch.context() as patch, pytest.raises(GenerationInterrupted) as caught:
         patch.setattr(progress, "close", lambda self: press_ctrl_c())
         run(llm, ROWS, PARAMS)
@@ -228,7 +228,7 @@ def test_pressing_on_does_not_tear_the_cleanup_apart(llm: LLM, monkeypatch: pyte
 def engine_lines(frame: FrameType) -> bool:
     """Whether a frame is the engine's own code: the lines where half of a change can be done."""
     return "/llm/" in frame.f_code.co_filename and frame.f_globals.get("__name__", "").startswith(
-        ("llm.eng", "llm.api")
+        ("llm.eng", "llm.llm", "llm.calls")
     )
 
 

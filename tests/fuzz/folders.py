@@ -54,7 +54,7 @@ class Finding:
 def bases(folder: Path) -> list[Path]:
     """What seeds start from: the embedded model as it is, in two shards, quantized, and in GGUF."""
     from llm import LLM
-    from llm.api import EMBEDDED_MODEL
+    from llm.llm import EMBEDDED_MODEL
 
     plain, shards, gguf = folder / "plain", folder / "shards", folder / "model.gguf"
     quantized = {folder / f"{scheme}-{format}": (scheme, format) for scheme, format in QUANTIZED}

@@ -10,7 +10,7 @@ import pytest
 from damage import INDEX, ODD, TEMPLATES, damaged, places
 from folders import check_message, run, write_shards
 
-from llm.api import EMBEDDED_MODEL
+from llm.llm import EMBEDDED_MODEL
 
 SEEDS = range(1000, 1012)
 

@@ -16,6 +16,7 @@ from llm import LLM, SamplingParams, ValidationError
 from llm.engine.output import output_without_run
 from llm.engine.rows import RefusedRow
 from llm.errors import JobError, OutOfMemoryError
+from llm.jobs.identity import identity_of
 from llm.jobs.journal import SharedJournal, encode
 from llm.jobs.requests import JobAdapters
 from llm.jobs.worker import PieceRows, RowWorker, plain_row
@@ -45,7 +46,7 @@ def whole(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
 
 def worker(llm: LLM, journal: Path | None = None, **more: Any) -> RowWorker:
     given = {"params": PARAMS, "base": PARAMS, "adapters": JobAdapters(), "id_column": "id", "seed": 0, **more}
-    kept = None if journal is None else SharedJournal(journal, llm._identity())
+    kept = None if journal is None else SharedJournal(journal, identity_of(llm))
     return RowWorker(llm, PieceRows(**given), "error", kept)
 
 
@@ -116,7 +117,7 @@ def test_half_answers_go_on(llm: LLM, whole: list[dict[str, Any]], tmp_path: Pat
     with pytest.raises(RuntimeError, match="stopped"):
         own.answers(ROWS[:3])
     assert keep and seen
-    partial = [answer.tokens for answer in SharedJournal(tmp_path, llm._identity())._unfinished.values()]
+    partial = [answer.tokens for answer in SharedJournal(tmp_path, identity_of(llm))._unfinished.values()]
     assert len(partial) == 3 and all(len(tokens[0]) >= 1 for tokens in partial)
     tokens = engine_of(llm).stats.generated_tokens
     assert worker(llm, tmp_path).answers(ROWS[:3]) == whole[:3]
@@ -125,7 +126,7 @@ def test_half_answers_go_on(llm: LLM, whole: list[dict[str, Any]], tmp_path: Pat
 
 def test_an_answer_that_has_ended_stays_whatever_is_read_after_it(llm: LLM, tmp_path: Path) -> None:
     """Journals are read by their names: half an answer may lie behind a whole one, its own or another process's."""
-    identity = llm._identity()
+    identity = identity_of(llm)
     first, second = SharedJournal(tmp_path, identity), SharedJournal(tmp_path, identity)
     half: dict[str, Any] = {"i": 0, "k": "key", "p": [[0, [5, 6]]]}
     whole: dict[str, Any] = {"i": 0, "k": "key", "o": SAID}
@@ -141,7 +142,7 @@ def test_an_answer_that_has_ended_stays_whatever_is_read_after_it(llm: LLM, tmp_
 
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(llm: LLM, tmp_path: Path) -> None:
     """Wherever the reader meets the line: at every byte of it, and the lines behind it too."""
-    writer, reader = SharedJournal(tmp_path, llm._identity()), SharedJournal(tmp_path, llm._identity())
+    writer, reader = SharedJournal(tmp_path, identity_of(llm)), SharedJournal(tmp_path, identity_of(llm))
     lines = [encode({"i": index, "k": f"key {index}", "o": SAID}) for index in range(3)]
     data = b"".join(lines)
     with writer._own.path.open("ab", buffering=0) as file:
@@ -158,12 +159,12 @@ def test_a_row_that_failed_is_tried_again(llm: LLM, tmp_path: Path) -> None:
     assert own.answers(ROWS[3:5])[1]["error"].startswith("prompt_too_long: ")
     assert own._journal is not None
     failed, answered = own._keys[1], own._keys[0]
-    journal = SharedJournal(tmp_path, llm._identity())
+    journal = SharedJournal(tmp_path, identity_of(llm))
     assert journal.answer(failed) is None and journal.answer(answered) is not None
 
 
 def test_a_journal_of_another_model_is_refused(llm: LLM, tmp_path: Path) -> None:
-    SharedJournal(tmp_path, {**llm._identity(), "weights": "others"}).close()
+    SharedJournal(tmp_path, {**identity_of(llm), "weights": "others"}).close()
     with pytest.raises(JobError, match="is of another job: its weights is 'others'"):
         worker(llm, tmp_path)
 

@@ -14,9 +14,9 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from gguf_files import finish, random_blocks, write_gguf
 
-from llm.api import EMBEDDED_MODEL
 from llm.errors import CheckpointError, LLMError
 from llm.kernels.reference.gguf_blocks import BLOCKS, Block, Decoded, decode, type_name
+from llm.llm import EMBEDDED_MODEL
 from llm.loading.gguf.container import GgufFile, read_header
 from llm.loading.gguf.source import GgufSource, parts_of
 from llm.loading.quantization import resolve_quantization, without_quantization_keys

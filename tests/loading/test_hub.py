@@ -17,8 +17,8 @@ from hub_server import Hub, hub_server, use_hub
 from safetensors.torch import load_file, save_file
 
 from llm import LLM
-from llm.api import EMBEDDED_MODEL
 from llm.errors import CheckpointError, LLMError, UnsupportedModelError
+from llm.llm import EMBEDDED_MODEL
 from llm.loading import resolve
 from llm.loading.resolve import resolve_folder
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from embedded import copy_model, open_llm, python
 
-from llm.api import EMBEDDED_MODEL
 from llm.base.text import show
 from llm.errors import CheckpointError, LLMError
+from llm.llm import EMBEDDED_MODEL
 from llm.quantize.partial import partial_folder
 from llm.tokenizer import Tokenizer
 

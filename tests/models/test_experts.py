@@ -15,10 +15,10 @@ from tiny_models import TINY_MODELS, TinyModel, config_of, make_prompts, one_thr
 from tiny_models import write_checkpoint as write
 
 from llm import LLM, SamplingParams
-from llm.api import EMBEDDED_MODEL
 from llm.errors import CheckpointError, UnsupportedModelError, ValidationError
 from llm.layers.moe import FusedMoE
 from llm.layers.rotary import frequencies
+from llm.llm import EMBEDDED_MODEL
 from llm.models.config_reader import ConfigReader
 from llm.models.registry import resolve_model_cls
 

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from tiny_models import LLAMA3, TinyModel, make_prompts, reference_logprobs, write_checkpoint
 
 from llm import LLM, RequestOutput, SamplingParams
-from llm.api import EMBEDDED_MODEL
 from llm.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
+from llm.llm import EMBEDDED_MODEL
 from llm.loading.gguf.names import FAMILIES as ARCHITECTURES
 from llm.loading.weight_map import rename
 from llm.tokenizer import Tokenizer

@@ -20,8 +20,8 @@ from embedded import copy_model, engine_of, open_llm
 from safetensors.torch import load_file, save_file
 
 from llm import LLM
-from llm.api import EMBEDDED_MODEL
 from llm.cli import main
+from llm.llm import EMBEDDED_MODEL
 from llm.quantization.quantizer import Quantized
 from llm.quantization.storage import on_load
 from llm.quantize import measure

@@ -22,12 +22,12 @@ from safetensors.torch import save_file
 from tiny_models import tiny_checkpoint
 
 from llm import LLM, SamplingParams
-from llm.api import EMBEDDED_MODEL
 from llm.base.construction import constructing_for
 from llm.engine.calibrate import run_texts
 from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.kernels.reference.rotation import block_for, rotate
 from llm.kernels.weight import Weight, dequantize
+from llm.llm import EMBEDDED_MODEL
 from llm.platforms import current_platform
 from llm.quantization import quantizer
 from llm.quantization.configs.budget import Unit, add_layer, share

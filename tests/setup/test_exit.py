@@ -29,7 +29,7 @@ json.modules = list(sys.modules.values())
 PLANTED = """
 import json, sys
 from llm import LLM
-from llm.api import facade
+import llm.llm as facade
 exec("import sys\\ndef planted(self):\\n    if not sys.is_finalizing():\\n        self.close()", facade.__dict__)
 LLM.__del__ = facade.planted
 json.kept = LLM()

@@ -14,9 +14,9 @@ from embedded import engine_of, open_llm, run
 from tiny_models import TINY_MODELS, TinyModel, write_checkpoint
 
 from llm import LLM, SamplingParams, ValidationError
-from llm.api import EMBEDDED_MODEL
 from llm.cli import main
 from llm.errors import OutOfMemoryError
+from llm.llm import EMBEDDED_MODEL
 from llm.loading.checkpoint import Checkpoint
 from llm.platforms.cpu import CpuPlatform
 from llm.setup.preview import ModelPlan

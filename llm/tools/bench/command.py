@@ -17,7 +17,7 @@ from llm.base.types import Commands
 from llm.tools.bench.shapes import SHAPES
 from llm.tools.bench.workloads import RECIPES, BenchOptions, invalid
 
-_IMPORTS = ("torch", "llm.api")
+_IMPORTS = ("torch", "llm.llm")
 # Arguments of LLM that an option of the benchmark sets -> that option.
 _TAKEN = {"model": "--model", "load_format": "--shape", "dtype": "--dtype", "quantization": "--quantization"}
 

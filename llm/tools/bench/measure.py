@@ -15,9 +15,9 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
 
-from llm.api import LLM
 from llm.engine.boundary import Phase, Rates
 from llm.engine.stats import EngineStats
+from llm.llm import LLM
 from llm.runner.cost import ModelCost
 from llm.sampling_params import SamplingParams
 from llm.tools.bench.calibrate import CpuWatch

@@ -16,10 +16,10 @@ from time import perf_counter
 
 import torch
 
-from llm.api import EMBEDDED_MODEL, LLM
 from llm.base.types import JsonObject
 from llm.config.engine import DTYPES, EngineConfig
 from llm.engine.boundary import ModelCost, Rates
+from llm.llm import EMBEDDED_MODEL, LLM
 from llm.loading.resolve import resolve_folder
 from llm.tools.bench.calibrate import Calibration, busy_warning, calibrate, calibrate_for
 from llm.tools.bench.compare import Agreement, Transformers, agreement

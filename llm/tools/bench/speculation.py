@@ -15,8 +15,8 @@ from time import perf_counter
 
 import torch
 
-from llm.api import EMBEDDED_MODEL, LLM
 from llm.base.types import JsonObject
+from llm.llm import EMBEDDED_MODEL, LLM
 from llm.sampling_params import SamplingParams, StructuredOutputsParams
 from llm.tools.bench.session import Say, building_shape
 from llm.tools.bench.workloads import BenchOptions, draw_tokens

@@ -15,15 +15,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from llm.api.asking import ChatOptions, ChatPrompt, Rendering
+from llm.api.asking import ChatOptions, ChatPrompt
 from llm.api.checks import check_priority
 from llm.api.engine_thread import PAUSES, Call, EngineThread
 from llm.api.facade import LLM
 from llm.base.checks import check_choice, check_flag, known_names, refuse
+from llm.base.names import known_names
 from llm.base.types import JsonObject
-from llm.config.arguments import CALLS
+from llm.calls.arguments import check_priority
+from llm.calls.chat import ChatOptions, ChatPrompt
+from llm.calls.engine_thread import PAUSES, Call, EngineThread
+from llm.config.argument_check import CALLS
 from llm.errors import EngineClosedError
 from llm.inputs import LoRARequest
+from llm.llm import LLM
 from llm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams
@@ -135,8 +140,17 @@ class AsyncLLM:
         The last output has `content`, `reasoning` and `tool_calls`, of the whole reply also where `output_kind` is
         DELTA.
         """
-        rendering = Rendering(chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs)
-        options = ChatOptions(rendering, tools, tool_choice, parallel_tool_calls, tool_parser, tokenization_kwargs)
+        options = ChatOptions(
+            chat_template,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            chat_template_kwargs,
+            tokenization_kwargs,
+            tool_parser,
+            tool_choice,
+            parallel_tool_calls,
+        )
         prompt = ChatPrompt(messages, options)
         return self.generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
 

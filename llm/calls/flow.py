@@ -1,41 +1,41 @@
 """A flow of rows through the engine: read ahead in batches, given out as they end, in constant memory.
 
 Owns which rows are in flight. Between two outputs the flow is suspended: its rows stay queued, and other calls may run.
+`LLM.generate_iter` and jobs are flows.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
 
-from llm.api.host import Host
+from llm.base.checks import check_choice, refuse
+from llm.calls.arguments import give_adapters
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, output_without_run
-from llm.engine.rows import AnyRow, RefusedRow
-from llm.errors import GenerationInterrupted
+from llm.engine.preprocess import RowNumbers
+from llm.engine.prompts import iterate_prompts
+from llm.engine.rows import ON_TOO_LONG, AnyRow, RefusedRow
+from llm.errors import GenerationInterrupted, ValidationError
+from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
+from llm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llm.llm import LLM
 
 # In flight are this many times max_num_seqs, so that rows wait for a place in the batch, not the batch for rows.
 _AHEAD = 2
 # No row is started this many times max_num_seqs after the first unfinished one: so many outputs may wait for it.
 _SPREAD = 16
+# Prompts that are tokenized together.
+_BATCH = 256
 
 # An entry of a batch: a row to run, or the output of one that needs no run.
 Entry = AnyRow | RequestOutput
-
-
-class Unfinished(Protocol):
-    """A call that was interrupted or failed."""
-
-    def outputs(self) -> list[RequestOutput]: ...
-
-
-class FlowHost(Host, Protocol):
-    _unfinished: Unfinished | None
-
-    def _drop(self, *states: PromptState) -> None: ...
 
 
 class Flow:
@@ -52,7 +52,7 @@ class Flow:
 
     def __init__(
         self,
-        llm: FlowHost,
+        llm: LLM,
         batches: Iterator[list[Entry]],
         *,
         ordered: bool = False,
@@ -197,3 +197,91 @@ class Flow:
 
 def _is_dropped(state: PromptState) -> bool:
     return any(completion.request.finish_reason == "abort" for completion in state.completions)
+
+
+def prompt_batches(
+    llm: LLM,
+    prompts: object,
+    sampling_params: SamplingParams | Iterable[SamplingParams] | None,
+    lora_request: LoRARequest | Iterable[LoRARequest | None] | None,
+    tokenization_kwargs: Mapping[str, object] | None,
+    on_error: str,
+    on_too_long: str,
+) -> Iterator[list[Entry]]:
+    """The prompts of an iterable, tokenized in batches; what is wrong with an argument is told at once."""
+    check_choice("on_error", on_error, ("raise", "return"))
+    check_choice("on_too_long", on_too_long, ON_TOO_LONG)
+    params = _params_of(sampling_params)
+    adapters = lora_request if lora_request is None or isinstance(lora_request, LoRARequest) else iter(lora_request)
+    given = iterate_prompts(prompts)
+
+    def batches() -> Iterator[list[Entry]]:
+        call, first, _ = llm._preprocessor.new_call()
+        error: Exception | None = None
+        while error is None:
+            batch, error = _read(given)
+            if not batch:
+                break
+            per_row = _next_params(params, len(batch), first)
+            of_batch = list(islice(adapters, len(batch))) if isinstance(adapters, Iterator) else adapters
+            with llm._exclusive():
+                engine = llm._open_engine()
+                numbers, default = RowNumbers(call, first), llm.get_default_sampling_params
+                rows = llm._preprocessor.checked_rows(batch, per_row, default, tokenization_kwargs, on_too_long, numbers)
+                give_adapters(engine, rows, of_batch)
+            first += len(batch)
+            if on_error == "raise":
+                yield from _until_error(rows)
+            else:
+                yield [*rows]
+        if error is not None:
+            raise error
+
+    return batches()
+
+
+def _read(prompts: Iterator[object]) -> tuple[list[object], Exception | None]:
+    """The next prompts, and the error that ended them, if one did."""
+    batch: list[object] = []
+    try:
+        for prompt in islice(prompts, _BATCH):
+            batch.append(prompt)
+    except Exception as error:
+        return batch, error
+    return batch, None
+
+
+def _params_of(given: object) -> Iterator[SamplingParams] | SamplingParams | None:
+    if given is None or isinstance(given, SamplingParams):
+        return given
+    if not isinstance(given, Iterable):
+        refuse("sampling_params", type(given).__name__, "a SamplingParams, an iterable of them, or None")
+    return iter(given)
+
+
+def _next_params(
+    params: Iterator[SamplingParams] | SamplingParams | None, count: int, first: int
+) -> SamplingParams | Sequence[SamplingParams] | None:
+    if params is None or isinstance(params, SamplingParams):
+        return params
+    found = list(islice(params, count))
+    if len(found) < count:
+        raise ValidationError(
+            f"there are {first + len(found)} sampling_params and more prompts; pass one for all, or one for each.",
+            parameter="sampling_params",
+            value=first + len(found),
+        )
+    return found
+
+
+def _until_error(rows: Sequence[AnyRow]) -> Iterator[list[Entry]]:
+    """The rows before the first one with an error, as a batch; then raises that error."""
+    good: list[Entry] = []
+    for row in rows:
+        if isinstance(row, RefusedRow) and row.finish_reason == "error":
+            yield good
+            error = row.error
+            message = f"prompt {row.index}: {error}"
+            raise ValidationError(message, parameter=error.parameter, value=error.value) from error
+        good.append(row)
+    yield good

@@ -16,15 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from llm.api.adapters import give_adapters
-from llm.api.asking import Asked, ChatPrompt
-from llm.api.checks import give_priority
-from llm.api.flow import FlowHost
-from llm.api.pooling import PoolingHost, encoding
-from llm.api.told import Pooled, Reading, Told
 from llm.base.forks import tell_of_forks
+from llm.calls.arguments import give_adapters, give_priority
+from llm.calls.chat import ChatPrompt, Conversations
+from llm.calls.pooling import PoolingCall
+from llm.calls.stream import OngoingRequest, PooledRequest, Reading
 from llm.engine.engine import Engine
 from llm.engine.prompts import list_prompts
 from llm.engine.request import without_frames
@@ -34,6 +32,9 @@ from llm.inputs import LoRARequest
 from llm.outputs import RequestOutput
 from llm.sampling_params import RequestOutputKind
 
+if TYPE_CHECKING:
+    from llm.llm import LLM
+
 # Between two steps that tell what is new pass this many times what telling took, if it was told to more than a few;
 # and at most so many seconds. Callers take about as long to be told, in their threads but under the same GIL.
 _PAUSE = 48.0
@@ -41,10 +42,6 @@ _LONGEST_PAUSE = 0.1
 _FEW = 4
 PAUSES = ("abort", "wait", "keep")
 _SHUT_DOWN = "this AsyncLLM is shut down; make a new one."
-
-
-class ThreadHost(FlowHost, PoolingHost, Protocol):
-    """What the thread uses of `LLM`."""
 
 
 @dataclass(eq=False)
@@ -69,7 +66,7 @@ class Call:
     pools: bool = False
     outputs: deque[Any] = field(default_factory=deque)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    told: Told | Pooled | None = None
+    told: OngoingRequest | PooledRequest | None = None
     is_aborted: bool = False
 
     async def next_output(self) -> Any:
@@ -91,7 +88,7 @@ class EngineThread:
         ended: why no request can run any more; None: they can.
     """
 
-    def __init__(self, llm: ThreadHost) -> None:
+    def __init__(self, llm: LLM) -> None:
         self.error: BaseException | None = None
         self.ended: LLMError | None = None
         self._llm = llm
@@ -254,15 +251,16 @@ class EngineThread:
         self._live[call.request_id] = call
         del self._waiting[call]
 
-    def _row(self, call: Call) -> tuple[Row, Callable[[Engine, Row], Told | Pooled]]:
+    def _row(self, call: Call) -> tuple[Row, Callable[[Engine, Row], OngoingRequest | PooledRequest]]:
         """The row of a prompt or a conversation, and what queues it."""
         if call.pools:
-            pooled, make = encoding(self._llm, call.prompt, call.params, call.tokenization_kwargs)
-            return pooled, lambda engine, row: Pooled(engine.add(row), make)
+            pooling = PoolingCall(self._llm, call.params, False, call.lora_request, call.tokenization_kwargs)
+            pooled, make = pooling.encoding(call.prompt, None if call.params is None else call.params.task)
+            return pooled, lambda engine, row: PooledRequest(engine.add(row), make)
         preprocessor, default = self._llm._preprocessor, self._llm.get_default_sampling_params
-        asked: Asked | None = None
+        asked: Conversations | None = None
         if isinstance(call.prompt, ChatPrompt):
-            asked = call.prompt.options.ask(preprocessor, call.prompt.messages, call.params, default)
+            asked = call.prompt.options.conversations(preprocessor, call.prompt.messages, call.params, default)
         listed = list_prompts(call.prompt if asked is None else asked.prompts)
         if len(listed) != 1:
             message = f"generate takes one prompt, got {len(listed)}; call it for each."
@@ -338,9 +336,9 @@ def _of_caller(error: BaseException) -> Exception:
     return own
 
 
-def _told(engine: Engine, row: Row, read: Reading | None) -> Told:
+def _told(engine: Engine, row: Row, read: Reading | None) -> OngoingRequest:
     kind = row.params.output_kind
-    return Told(engine.add(row, streaming=kind is not RequestOutputKind.FINAL_ONLY), kind, read)
+    return OngoingRequest(engine.add(row, streaming=kind is not RequestOutputKind.FINAL_ONLY), kind, read)
 
 
 def _is_cut_off(output: object) -> bool:

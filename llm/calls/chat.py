@@ -1,6 +1,6 @@
-"""A conversation as it is asked: its prompt, what constrains the reply, and how that is read.
+"""Conversations as they are asked: their prompts, what constrains the replies, and how these are read.
 
-Owns what `LLM.chat`, `LLM.stream_chat` and `AsyncLLM.chat` have in common.
+`LLM.chat`, `LLM.stream_chat` and `AsyncLLM.chat` have it in common.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ManyParams = SamplingParams | Sequence[SamplingParams] | None
 
 
 @dataclass(frozen=True)
-class Asked:
+class Conversations:
     """Conversations, ready to be generated.
 
     Attributes:
@@ -46,15 +46,47 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Rendering:
-    """How conversations become texts: the arguments of `LLM.chat`, by their names."""
+class ChatOptions:
+    """What a chat is given beside its conversations: the arguments of `LLM.chat`, in its order."""
 
     chat_template: str | None
     add_generation_prompt: bool
     continue_final_message: bool
-    chat_template_kwargs: Mapping[str, object] | None = None
+    tools: list[JsonObject] | None
+    chat_template_kwargs: Mapping[str, object] | None
+    tokenization_kwargs: Mapping[str, object] | None
+    tool_parser: str | None = "auto"
+    tool_choice: str | JsonObject | None = None
+    parallel_tool_calls: bool = True
 
-    def options(self, tools: list[JsonObject] | None) -> JsonObject:
+    def prompts(self, preprocessor: Preprocessor, messages: object) -> list[TokensPrompt]:
+        """The prompts of conversations, and nothing else of them."""
+        kwargs, rendering = self.chat_template_kwargs or {}, self._rendering(self.tools)
+        return preprocessor.render_chat(messages, rendering, kwargs, self.tokenization_kwargs)
+
+    def conversations(
+        self,
+        preprocessor: Preprocessor,
+        messages: object,
+        params: ManyParams,
+        default: Callable[[], SamplingParams],
+        on_too_long: str = "error",
+    ) -> Conversations:
+        """Render conversations.
+
+        Raises:
+            ValidationError: a conversation or an argument is wrong.
+        """
+        choice, shown = ToolChoice.of(self.tool_choice, self.parallel_tool_calls, self.tools)
+        rendering, kwargs = self._rendering(shown), self.chat_template_kwargs or {}
+        prompts = preprocessor.chat_prompts(
+            messages, rendering, kwargs, self.tokenization_kwargs, on_too_long, params, default, choice
+        )
+        has_tools = shown is not None
+        reader = preprocessor.reply_reader(self.chat_template, self.tool_parser, has_tools, choice.forces)
+        return Conversations(prompts, choice.constrained(params, reader.writing, default), reader, choice)
+
+    def _rendering(self, tools: list[JsonObject] | None) -> JsonObject:
         """What the renderer is given by name."""
         return {
             "chat_template": self.chat_template,
@@ -65,43 +97,8 @@ class Rendering:
 
 
 @dataclass(frozen=True)
-class ChatOptions:
-    """What a chat is given beside its conversations: the arguments of `LLM.chat`, by their names."""
-
-    rendering: Rendering
-    tools: list[JsonObject] | None
-    tool_choice: str | JsonObject | None
-    parallel_tool_calls: bool
-    tool_parser: str | None
-    tokenization_kwargs: Mapping[str, object] | None
-
-    def ask(
-        self,
-        preprocessor: Preprocessor,
-        messages: object,
-        params: ManyParams,
-        default: Callable[[], SamplingParams],
-        on_too_long: str = "error",
-    ) -> Asked:
-        """Render conversations.
-
-        Raises:
-            ValidationError: a conversation or an argument is wrong.
-        """
-        rendering = self.rendering
-        choice, shown = ToolChoice.of(self.tool_choice, self.parallel_tool_calls, self.tools)
-        options, arguments = rendering.options(shown), rendering.chat_template_kwargs or {}
-        prompts = preprocessor.chat_prompts(
-            messages, options, arguments, self.tokenization_kwargs, on_too_long, params, default, choice
-        )
-        has_tools = shown is not None
-        reader = preprocessor.reply_reader(rendering.chat_template, self.tool_parser, has_tools, choice.forces)
-        return Asked(prompts, choice.constrained(params, reader.writing, default), reader, choice)
-
-
-@dataclass(frozen=True)
 class ChatPrompt:
-    """One conversation in the place of a prompt; `ask` makes it one."""
+    """One conversation in the place of a prompt."""
 
     messages: object
     options: ChatOptions

@@ -1,6 +1,6 @@
 """`LLMEngine`: an `LLM` that is driven step by step, request by request, as vLLM's engine of that name.
 
-Owns which requests were added; `told.py` says what each has told so far, steps and requests are `llm.engine`'s.
+Owns which requests were added; `llm.calls.stream` says what each has told so far.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llm.api.access import Worker
-from llm.api.adapters import adapters_of, give_adapters
-from llm.api.checks import give_priority
-from llm.api.told import Told
-from llm.base.checks import known_names, refuse
+from llm.base.checks import refuse
+from llm.base.names import known_names
+from llm.calls.arguments import adapters_of, give_adapters, give_priority
+from llm.calls.model import Worker
+from llm.calls.stream import OngoingRequest
 from llm.config.engine import EngineConfig, ModelConfig
 from llm.engine.interrupt import InterruptGuard
 from llm.errors import GenerationInterrupted, ValidationError
@@ -22,7 +22,7 @@ from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llm.api.facade import LLM
+    from llm.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LLMEngine:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._added: dict[str, Told] = {}
+        self._added: dict[str, OngoingRequest] = {}
 
     @classmethod
     def from_engine_args(
@@ -91,7 +91,7 @@ class LLMEngine:
             give_adapters(engine, rows, lora_request)
             give_priority(rows, priority)
             kind = rows[0].params.output_kind
-            self._added[request_id] = Told(engine.add(rows[0], streaming=True), kind)
+            self._added[request_id] = OngoingRequest(engine.add(rows[0], streaming=True), kind)
         if guard.requested:
             raise GenerationInterrupted([])
         return request_id
@@ -102,7 +102,7 @@ class LLMEngine:
             engine = self.llm._begin()
             if self._added:
                 engine.step()
-            outputs = [output for name in list(self._added) if (output := self._told(name)) is not None]
+            outputs = [output for name in list(self._added) if (output := self._output_of(name)) is not None]
             if not self._added:
                 engine.end_call()
         if guard.requested:
@@ -151,9 +151,9 @@ class LLMEngine:
     def get_tokenizer(self) -> object:
         return self.llm.get_tokenizer()
 
-    def _told(self, name: str) -> RequestOutput | None:
+    def _output_of(self, name: str) -> RequestOutput | None:
         """What the request's `output_kind` asks to tell now; a finished request is forgotten."""
-        told = self._added[name]
-        if told.state.finished:
+        request = self._added[name]
+        if request.state.finished:
             del self._added[name]
-        return told.next_output(name)
+        return request.next_output(name)

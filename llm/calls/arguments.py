@@ -1,6 +1,7 @@
-"""`lora_request` of a call: one adapter for all rows, or one per row.
+"""Arguments that calls have in common, checked before any work starts: `lora_request`, `priority`, and those of vLLM
+that have no effect here, whose neutral values are accepted and others refused.
 
-Owns checking it before any work starts; the runner checks the adapter's files.
+`llm.base.suggestions` has the messages; the runner checks an adapter's files.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from llm.base.checks import refuse
+from llm.base.checks import check_integer, refuse
+from llm.base.suggestions import ASKS_NOTHING
 from llm.base.text import show
 from llm.engine.engine import Engine
 from llm.engine.rows import AnyRow, Row
@@ -16,6 +18,7 @@ from llm.engine.step import Adapter
 from llm.errors import ValidationError
 from llm.inputs import LoRARequest
 
+Priority = int | Sequence[int] | None
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 R = TypeVar("R", bound=AnyRow)
 _RIGHT = "a LoRARequest, a list with one or None per prompt, or None"
@@ -64,3 +67,44 @@ def requests_per_row(given: LoRARequests, count: int) -> Sequence[LoRARequest | 
             value=show(given),
         )
     return given or [None] * count
+
+
+def check_asks_nothing(**given: object) -> None:
+    """Raise `ValidationError` for the first argument whose value needs a feature that is not here."""
+    for name, value in given.items():
+        harmless, instead = ASKS_NOTHING[name]
+        if value not in harmless:
+            raise ValidationError(
+                f"{name} must be {harmless[0]!r}, got {show(value)}: {instead}.", parameter=name, value=value
+            )
+
+
+def give_priority(rows: Sequence[AnyRow], priority: Priority) -> None:
+    """Set the priority of each row; raises `ValidationError` as `check_priority`."""
+    for row, value in zip(rows, check_priority(priority, len(rows)), strict=True):
+        if isinstance(row, Row):
+            row.priority = value
+
+
+def check_priority(priority: Priority, count: int) -> Sequence[int]:
+    """The priority of each of `count` prompts, from one integer for all, one per prompt, or None."""
+    if priority is None:
+        return [0] * count
+    if isinstance(priority, int):
+        check_integer("priority", priority, -(2**63), 2**63 - 1)
+        return [priority] * count
+    if isinstance(priority, str) or not isinstance(priority, Sequence):
+        raise ValidationError(
+            f"priority must be an integer, a list of one per prompt, or None, got {type(priority).__name__}.",
+            parameter="priority",
+            value=priority,
+        )
+    for value in priority:
+        check_integer("priority", value, -(2**63), 2**63 - 1)
+    if len(priority) != count:
+        raise ValidationError(
+            f"there are {len(priority)} values of priority for {count} prompts; pass one for each.",
+            parameter="priority",
+            value=priority,
+        )
+    return priority

@@ -1,6 +1,6 @@
 """`LLM.start_profile` and `stop_profile`: what torch.profiler sees between them, as a trace in a folder.
 
-Owns `profiler_config` and the one profiler of an `LLM`.
+An `LLM` has one `Profiler`, made of its `profiler_config`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from llm.api.host import Host
 from llm.base.checks import check_flag, refuse
 from llm.errors import LLMError, ValidationError
 
@@ -55,63 +54,46 @@ class ProfilerConfig:
         return cls(**(given or {}))
 
 
-class Profiling:
-    _profiler: profile | None = None
-    _profiled_as = ""
-    _profiler_config = ProfilerConfig()
+class Profiler:
+    """What `start_profile` starts and `stop_profile` ends."""
 
-    def start_profile(self: ProfilingHost, profile_prefix: str | None = None) -> None:
-        """Record all that this thread computes until `stop_profile`, with `LLM(profiler_config=...)`.
+    def __init__(self, given: object) -> None:
+        self._config = ProfilerConfig.of(given)
+        self._running: profile | None = None
+        self._name = ""
 
-        Args:
-            profile_prefix: the beginning of the trace's file name.
-
-        Raises:
-            ValidationError: there is no `profiler_config`, or it is recording.
-        """
+    def start(self, prefix: str | None) -> None:
         import torch
 
-        self._open_engine()
-        config = self._profiler_config
+        config = self._config
         if config.profiler is None:
             raise ValidationError(f"start_profile needs a folder: pass LLM({_HOW}).", parameter="profiler_config")
-        if self._profiler is not None:
+        if self._running is not None:
             raise ValidationError("a profile is being recorded; call stop_profile first.", parameter="profile_prefix")
-        name = "profile" if profile_prefix is None else profile_prefix
+        name = "profile" if prefix is None else prefix
         if not isinstance(name, str) or not name or Path(name).name != name:
-            refuse("profile_prefix", profile_prefix, "the beginning of a file name, or None")
-        self._profiled_as = f"{name}.{os.getpid()}.{time.time_ns()}.pt.trace.json"
-        self._profiler = torch.profiler.profile(
+            refuse("profile_prefix", prefix, "the beginning of a file name, or None")
+        self._name = f"{name}.{os.getpid()}.{time.time_ns()}.pt.trace.json"
+        self._running = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU],
             record_shapes=config.torch_profiler_record_shapes,
             profile_memory=config.torch_profiler_with_memory,
             with_stack=config.torch_profiler_with_stack,
             with_flops=config.torch_profiler_with_flops,
         )
-        self._profiler.start()
+        self._running.start()
 
-    def stop_profile(self: ProfilingHost) -> Path:
-        """Write the trace into `torch_profiler_dir` and return its file, which https://ui.perfetto.dev shows.
-
-        Raises:
-            ValidationError: `start_profile` was not called. LLMError: the trace cannot be written.
-        """
-        profiler, self._profiler = self._profiler, None
+    def stop(self) -> Path:
+        """Write the trace; returns its file."""
+        profiler, self._running = self._running, None
         if profiler is None:
             raise ValidationError("no profile is being recorded; call start_profile first.", parameter="profile_prefix")
         profiler.stop()
-        config = self._profiler_config
-        ending = ".gz" if config.torch_profiler_use_gzip else ""
-        file = Path(os.path.expanduser(config.torch_profiler_dir)) / f"{self._profiled_as}{ending}"
+        ending = ".gz" if self._config.torch_profiler_use_gzip else ""
+        file = Path(os.path.expanduser(self._config.torch_profiler_dir)) / f"{self._name}{ending}"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(file))
         except (OSError, RuntimeError) as error:
             raise LLMError(f"the trace could not be written to {file}: {error}") from error
         return file
-
-
-class ProfilingHost(Host, Protocol):
-    _profiler: profile | None
-    _profiled_as: str
-    _profiler_config: ProfilerConfig
