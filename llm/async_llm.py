@@ -25,7 +25,7 @@ from llm.base.types import JsonObject
 from llm.calls.arguments import check_priority
 from llm.calls.chat import ChatOptions, ChatPrompt
 from llm.calls.engine_thread import PAUSES, Call, EngineThread
-from llm.config.argument_check import CALLS
+from llm.config.arguments import CALLS
 from llm.errors import EngineClosedError
 from llm.inputs import LoRARequest
 from llm.llm import LLM

@@ -317,7 +317,7 @@ def _add_plan(commands: Commands) -> None:
 
 
 def _run_plan(args: argparse.Namespace) -> int:
-    from llm.api import EMBEDDED_MODEL, LLM
+    from llm.llm import EMBEDDED_MODEL, LLM
 
     given = {name: getattr(args, name) for name in _PLAN_ARGUMENTS if getattr(args, name) is not None}
     found = LLM.plan(EMBEDDED_MODEL if args.model is None else args.model, calibrate=args.calibrate, **given)

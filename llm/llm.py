@@ -29,7 +29,7 @@ from llm.calls.pooling import Params, PoolingCall
 from llm.calls.profiling import Profiler
 from llm.calls.stream import ChatStream, stream_states, stream_text
 from llm.config import compilation, env
-from llm.config.argument_check import CALLS, check_arguments
+from llm.config.arguments import CALLS, check_arguments
 from llm.config.engine import (
     DEFAULT_MAX_LORA_RANK,
     DEFAULT_MAX_LORAS,
@@ -70,7 +70,7 @@ from llm.outputs import (
 from llm.pooling_params import PoolingParams
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling_params import BeamSearchParams, SamplingParams
-from llm.startup.build import build_engine
+from llm.setup.build import build_engine
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from llm.llm_engine import LLMEngine
     from llm.quantize.compare import Comparison
     from llm.quantize.report import QuantizationReport
-    from llm.startup.preview import ModelPlan
+    from llm.setup.preview import ModelPlan
     from llm.tools.verify import SelfCheck, Verification
 
 logger = init_logger("llm")
@@ -153,7 +153,7 @@ class LLM:
         speculative_config: what drafts tokens that the model then verifies, several in a step; answers do not depend on
             it. `{"method": "ngram"}`: repeated text and forced tokens of a grammar; "auto": the same, but nothing where
             drafts could change an answer; `{"model": folder}`: a smaller model with the same tokenizer; None: nothing.
-            See `llm.config.speculative.SpeculativeConfig`.
+            See `llm.config.engine.SpeculativeConfig`.
         reasoning_config: `{"reasoning_start_str": ..., "reasoning_end_str": ...}`, the texts around reasoning where
             they are not the tokens <think> and </think>; for `thinking_token_budget`.
         runner: "generate" or "pooling": text is generated, or hidden states become vectors, classes or scores (`embed`,

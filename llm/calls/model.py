@@ -13,7 +13,7 @@ import torch
 
 from llm.base.checks import check_flag, refuse
 from llm.base.types import JsonObject
-from llm.config.argument_check import check_arguments
+from llm.config.arguments import check_arguments
 from llm.config.engine import EngineArgs, EngineConfig
 from llm.errors import ValidationError, nearest
 from llm.inputs import PromptType
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llm.llm import LLM
     from llm.quantize.compare import Comparison
     from llm.quantize.report import QuantizationReport
-    from llm.startup.preview import ModelPlan
+    from llm.setup.preview import ModelPlan
     from llm.tools.verify import SelfCheck, Verification
 
 R = TypeVar("R")
@@ -146,7 +146,7 @@ def _set_processors(llm: LLM, classes: Sequence[type[LogitsProcessor]]) -> None:
 
 def plan(model: str | Path, calibrate: bool, arguments: Mapping[str, object]) -> ModelPlan:
     """`LLM.plan`; the highest speed to expect follows from what was measured of this machine."""
-    from llm.startup.preview import preview
+    from llm.setup.preview import preview
     from llm.tools.bench import calibrate as bench
 
     check_flag("calibrate", calibrate)
@@ -225,7 +225,7 @@ def compare(
 
 def _is_quantized(model: str | Path, arguments: Mapping[str, object]) -> bool:
     """The checkpoint is quantized already, as its headers say."""
-    from llm.startup.source import read_model
+    from llm.setup.source import read_model
 
     known = {item.name for item in fields(EngineArgs)} - {"quantization", "requantize", "calibration"}
     given: JsonObject = {name: value for name, value in arguments.items() if name in known}

@@ -26,8 +26,7 @@ from test_metamorphic import PREEMPTED, SETTINGS, Case, check_orders
 from tiny_models import TINY_MODELS, VOCAB, one_thread, tiny_checkpoint, write_checkpoint
 
 from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
-from llm.config.engine import EngineArgs
-from llm.config.speculative import SpeculativeConfig
+from llm.config.engine import EngineArgs, SpeculativeConfig
 from llm.errors import OutOfMemoryError
 from llm.llm import EMBEDDED_MODEL
 from llm.runner.speculation.draft_model import DraftModelSource
@@ -356,7 +355,7 @@ def test_a_draft_model_that_does_not_fit_is_not_offloaded(monkeypatch: pytest.Mo
     def refuse(*args: Any) -> None:
         raise OutOfMemoryError("the weights take 9 bytes and 8 are free.")
 
-    monkeypatch.setattr("llm.startup.draft.make_plan", refuse)
+    monkeypatch.setattr("llm.setup.drafts.make_plan", refuse)
     with pytest.raises(OutOfMemoryError, match=r"\(the weights take 9 bytes and 8 are free\); a draft model's weights"):
         LLM(speculative_config={"model": str(EMBEDDED_MODEL)})
 
