@@ -15,12 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from llm.api.asking import ChatOptions, ChatPrompt
-from llm.api.checks import check_priority
-from llm.api.engine_thread import PAUSES, Call, EngineThread
-from llm.api.facade import LLM
 from llm.base.checks import check_choice, check_flag, known_names, refuse
-from llm.base.names import known_names
 from llm.base.types import JsonObject
 from llm.calls.arguments import check_priority
 from llm.calls.chat import ChatOptions, ChatPrompt

@@ -13,10 +13,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from llm.base.bar import UseTqdm
-from llm.base.checks import check_flag, check_integer
+from llm.base.checks import MISSING, check_flag, check_integer, known_names, wrong_names
 from llm.base.fair_lock import FairLock
 from llm.base.forks import renew, tell_of_forks
-from llm.base.names import MISSING, known_names, wrong_names
 from llm.base.suggestions import ASKS_NOTHING, METHODS
 from llm.base.types import JsonObject
 from llm.calls import model as models

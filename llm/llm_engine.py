@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llm.base.checks import refuse
-from llm.base.names import known_names
+from llm.base.checks import known_names, refuse
 from llm.calls.arguments import adapters_of, give_adapters, give_priority
 from llm.calls.model import Worker
 from llm.calls.stream import OngoingRequest
