@@ -172,7 +172,12 @@ def prompt_rows(
     # The seeds of a call that another process may go on with depend on nothing but the row.
     numbers = None if options.checkpoint is None else RowNumbers(0, 0)
     rows = llm._preprocessor.checked_rows(
-        list_prompts(prompts), params, llm.get_default_sampling_params, tokenization_kwargs, options.on_too_long, numbers
+        list_prompts(prompts),
+        params,
+        llm.get_default_sampling_params,
+        tokenization_kwargs,
+        options.on_too_long,
+        numbers,
     )
     if options.on_error == "raise":
         raise_refused(rows)

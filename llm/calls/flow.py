@@ -227,7 +227,9 @@ def prompt_batches(
             with llm._exclusive():
                 engine = llm._open_engine()
                 numbers, default = RowNumbers(call, first), llm.get_default_sampling_params
-                rows = llm._preprocessor.checked_rows(batch, per_row, default, tokenization_kwargs, on_too_long, numbers)
+                rows = llm._preprocessor.checked_rows(
+                    batch, per_row, default, tokenization_kwargs, on_too_long, numbers
+                )
                 give_adapters(engine, rows, of_batch)
             first += len(batch)
             if on_error == "raise":
