@@ -93,6 +93,12 @@ class ConfigReader:
     def integer(self, key: str, default: int = _REQUIRED) -> int:
         return self._get(key, int, default)
 
+    def count(self, key: str, default: int = _REQUIRED) -> int:
+        """An integer from 0 on."""
+        if (value := self.integer(key, default)) < 0:
+            raise self.error(key, value, "an integer of at least 0")
+        return value
+
     def boolean(self, key: str, default: bool = _REQUIRED) -> bool:
         return self._get(key, bool, default)
 
@@ -152,6 +158,11 @@ class ConfigReader:
             self._read.add(key)
             return default
         return self.integer(key) if key in self.raw else None
+
+    def optional_positive(self, key: str, default: int | None = None) -> int | None:
+        """As `optional_integer`, from 1 on."""
+        value = self.optional_integer(key, default)
+        return value if value is None else self.positive(key, value)
 
     def optional_number(self, key: str, default: float | None = None) -> float | None:
         """As `optional_integer`."""
@@ -269,7 +280,7 @@ def _read_rope(reader: ConfigReader, model: ConfigReader) -> RopeParameters:
     kind = "longrope" if kind == "su" or (kind == "yarn" and model.family == "phi3") else kind
     if kind not in RECIPES:
         raise reader.error("rope_type", kind, " or ".join(map(repr, RECIPES)))
-    longest = model.integer("max_position_embeddings", 0)
+    longest = model.count("max_position_embeddings", 0)
     original = reader.positive("original_max_position_embeddings", longest or 1)
     original = model.positive("original_max_position_embeddings", original)
     ratio = longest / original if longest else 1.0

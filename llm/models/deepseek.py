@@ -29,7 +29,7 @@ class DeepseekV2ForCausalLM(d.DecoderForCausalLM):
             routed_scaling_factor=reader.number("routed_scaling_factor", 1.0),
             shared_size=shared_size(reader, 2, 1407),
         )
-        first = reader.integer("first_k_dense_replace", 0)
+        first = reader.count("first_k_dense_replace", 0)
         return deepseek_decoder(
             reader, rope, d.read_latent_attention(reader, rope), experts, dense_first(reader, first)
         )
@@ -68,7 +68,7 @@ def deepseek_decoder(
         reader.expect(key, reader.raw.get(key))
     reader.expect("moe_layer_freq", 1)
     reader.expect("mlp_bias", False)
-    further = reader.integer("num_nextn_predict_layers", 0)
+    further = reader.count("num_nextn_predict_layers", 0)
     if not 0 <= further <= _MOST_FURTHER_LAYERS:
         raise reader.error("num_nextn_predict_layers", further, f"an integer from 0 to {_MOST_FURTHER_LAYERS}")
     norm = d.read_rms_norm(reader, eps)
@@ -100,7 +100,7 @@ class DeepseekV3ForCausalLM(d.DecoderForCausalLM):
         rope = reader.rope()
         attention = d.read_latent_attention(reader, rope, is_neox_style=not reader.boolean("rope_interleave", True))
         experts = sigmoid_experts(reader, 256, 8, 2048, groups=8, best=4, scale=2.5)
-        is_sparse = dense_first(reader, reader.integer("first_k_dense_replace", 3))
+        is_sparse = dense_first(reader, reader.count("first_k_dense_replace", 3))
         return deepseek_decoder(reader, rope, attention, experts, is_sparse, positions=4096)
 
 
@@ -133,7 +133,7 @@ class Dots1ForCausalLM(d.DecoderForCausalLM):
         reader.ignore("use_sliding_window")  # max_window_layers decides
         rope = reader.rope()
         attention = d.read_attention(reader, rope, qk_norm=d.read_rms_norm(reader))
-        count, window = reader.positive("num_hidden_layers"), reader.optional_integer("sliding_window", 4096)
+        count, window = reader.positive("num_hidden_layers"), reader.optional_positive("sliding_window", 4096)
         first = reader.integer("max_window_layers", 62)
         windows = d.layer_windows(
             reader, count, window, [window is not None and index >= first for index in range(count)]
@@ -142,7 +142,7 @@ class Dots1ForCausalLM(d.DecoderForCausalLM):
             sigmoid_experts(reader, 128, 6, 1408, groups=1, best=1, scale=1.0),
             renormalize=reader.boolean("norm_topk_prob", False),
         )
-        is_sparse = dense_first(reader, reader.integer("first_k_dense_replace", 0))
+        is_sparse = dense_first(reader, reader.count("first_k_dense_replace", 0))
         parts = [replace(attention, sliding_window=size) for size in windows]
         return deepseek_decoder(reader, rope, parts, experts, is_sparse)
 

@@ -40,7 +40,7 @@ class Ernie4_5_MoeForCausalLM(d.DecoderForCausalLM):
         )
         activation, inner = reader.string("hidden_act", "silu"), reader.positive("moe_intermediate_size", 1536)
         dense = d.GatedMLPConfig(reader.positive("intermediate_size", 12288), activation)
-        shared = reader.integer("moe_num_shared_experts", 2)
+        shared = reader.count("moe_num_shared_experts", 2)
         sparse = d.MoEConfig(
             reader.positive("moe_num_experts", 64),
             reader.positive("moe_k", 6),
@@ -67,6 +67,6 @@ def _sparse_layers(reader: d.ConfigReader) -> list[bool]:
     """Every `moe_layer_interval`-th of those between two indices; the last of them may be -1 for the last layer."""
     count = reader.positive("num_hidden_layers")
     interval = reader.positive("moe_layer_interval", 1)
-    first, last = reader.integer("moe_layer_start_index", 1), reader.integer("moe_layer_end_index", -1)
+    first, last = reader.count("moe_layer_start_index", 1), reader.integer("moe_layer_end_index", -1)
     last = count - 1 if last == -1 else last
     return [(index + 1) % interval == 0 and first <= index <= last for index in range(count)]

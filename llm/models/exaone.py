@@ -9,7 +9,7 @@ class Exaone4ForCausalLM(d.DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         rope, norm, heads = reader.rope(), d.read_rms_norm(reader, 1e-5), d.read_heads(reader)
-        window = reader.optional_integer("sliding_window", 4096)
+        window = reader.optional_positive("sliding_window", 4096)
         mlp = d.read_gated_mlp(reader)
 
         def layer(size: int | None) -> d.LayerConfig:
@@ -51,7 +51,7 @@ class ExaoneMoeForCausalLM(d.DecoderForCausalLM):
         reader.expect("scoring_func", "sigmoid")
         reader.expect("topk_method", "noaux_tc")
         rope, norm, heads = reader.rope(), d.read_rms_norm(reader, 1e-5), d.read_heads(reader)
-        window = reader.optional_integer("sliding_window", 4096)
+        window = reader.optional_positive("sliding_window", 4096)
         activation, inner = reader.string("hidden_act", "silu"), reader.positive("moe_intermediate_size", 1024)
         dense = d.GatedMLPConfig(reader.positive("intermediate_size"), activation)
         sparse = d.MoEConfig(
@@ -73,6 +73,6 @@ class ExaoneMoeForCausalLM(d.DecoderForCausalLM):
             attention = d.AttentionConfig(heads, rope if rotates else None, size, qk_norm=norm)
             return d.LayerConfig(attention=attention, mlp=sparse if is_sparse else dense, norms=d.PreNorms(norm))
 
-        kinds = d.layers_with_experts(reader, reader.integer("first_k_dense_replace", 1))
+        kinds = d.layers_with_experts(reader, reader.count("first_k_dense_replace", 1))
         layers = map(layer, exaone_windows(reader, window), kinds)
         return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, rope))

@@ -69,7 +69,7 @@ class FalconH1ForCausalLM(d.DecoderForCausalLM):
         mamba = d.read_mamba2(
             reader,
             norm.eps if reader.boolean("mamba_rms_norm", False) else None,
-            width=reader.optional_integer("mamba_d_ssm", 1024),
+            width=reader.optional_positive("mamba_d_ssm", 1024),
             norm_before_gate=reader.boolean("mamba_norm_before_gate", True),
             multipliers=reader.numbers("ssm_multipliers", (1.0,) * 5),
         )

@@ -33,7 +33,7 @@ class Gemma2ForCausalLM(d.DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         count = reader.positive("num_hidden_layers")
-        window = reader.optional_integer("sliding_window", 4096)
+        window = reader.optional_positive("sliding_window", 4096)
         reader.expect("sliding_window_size", window)  # its first name, which gemma-2-9b and 27b also have
         windows = d.layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)])
         reader.expect("use_bidirectional_attention", False)
@@ -105,7 +105,7 @@ class Gemma3ForCausalLM(d.DecoderForCausalLM):
         full, sliding = read_ropes(reader)
         count = reader.positive("num_hidden_layers")
         pattern = reader.positive("sliding_window_pattern", reader.positive("_sliding_window_pattern", 6))
-        window = reader.optional_integer("sliding_window", 4096)
+        window = reader.optional_positive("sliding_window", 4096)
         causal = not reader.boolean("use_bidirectional_attention", False)
         if window is not None and not causal:
             window = window // 2 + 1  # of both sides together

@@ -204,7 +204,7 @@ class Gemma3nForCausalLM(d.DecoderForCausalLM):
         reader.expect("hidden_activation", "gelu_pytorch_tanh")
         reader.ignore("altup_coef_clip")  # when it is trained
         hidden, size = reader.positive("hidden_size", 2048), reader.positive("hidden_size_per_layer_input", 256)
-        inputs, active = reader.positive("altup_num_inputs", 4), reader.integer("altup_active_idx", 0)
+        inputs, active = reader.positive("altup_num_inputs", 4), reader.count("altup_active_idx", 0)
         if not 0 <= active < inputs:
             raise reader.error("altup_active_idx", active, f"an integer from 0 to {inputs - 1}")
         altup = AltUpConfig(inputs, active, reader.boolean("altup_correct_scale", True), norm)

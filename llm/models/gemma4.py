@@ -184,7 +184,7 @@ class Gemma4ForCausalLM(d.DecoderForCausalLM):
         reader.expect("hidden_activation", "gelu_pytorch_tanh")
         hidden, inner = reader.positive("hidden_size", 2304), reader.positive("intermediate_size", 9216)
         parts = _attention(reader, count, norm)
-        experts, size = _experts(reader, norm), reader.integer("hidden_size_per_layer_input", 256)
+        experts, size = _experts(reader, norm), reader.count("hidden_size_per_layer_input", 256)
         factor = 2 if reader.boolean("use_double_wide_mlp", False) else 1
         layers = [
             Gemma4LayerConfig(

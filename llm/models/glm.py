@@ -54,7 +54,7 @@ class Glm4MoeForCausalLM(d.DecoderForCausalLM):
             qk_norm=norm if reader.boolean("use_qk_norm", False) else None,
         )
         experts = sigmoid_experts(reader, 128, 8, 1408, groups=1, best=1, scale=1.0)
-        is_sparse = dense_first(reader, reader.integer("first_k_dense_replace", 1))
+        is_sparse = dense_first(reader, reader.count("first_k_dense_replace", 1))
         return deepseek_decoder(reader, rope, attention, experts, is_sparse, eps=1e-5, positions=131_072)
 
 
@@ -73,6 +73,6 @@ class Glm4MoeLiteForCausalLM(d.DecoderForCausalLM):
             is_neox_style=not reader.boolean("rope_interleave", True),
         )
         experts = sigmoid_experts(reader, 64, 4, 1536, groups=1, best=1, scale=1.8)
-        first = reader.integer("first_k_dense_replace", 1)
+        first = reader.count("first_k_dense_replace", 1)
         is_sparse = d.layers_with_experts(reader, first)
         return deepseek_decoder(reader, rope, attention, experts, is_sparse, eps=1e-5, positions=202_752)

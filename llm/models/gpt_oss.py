@@ -102,7 +102,7 @@ class GptOssForCausalLM(d.DecoderForCausalLM):
             return d.LayerConfig(attention=attention, mlp=experts, norms=d.PreNorms(norm))
 
         count = reader.positive("num_hidden_layers")
-        window = reader.optional_integer("sliding_window", 128)
+        window = reader.optional_positive("sliding_window", 128)
         return d.read_decoder(
             reader,
             map(layer, d.layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)])),

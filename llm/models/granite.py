@@ -98,8 +98,8 @@ class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
 def _read_mlp(reader: d.ConfigReader) -> d.PartConfig:
     d.ignore_training(reader)
     size, activation = reader.positive("shared_intermediate_size", 1024), reader.string("hidden_act", "silu")
-    inner, top_k = reader.positive("intermediate_size"), reader.integer("num_experts_per_tok", 2)
-    if reader.integer("num_local_experts", 8) == 0:
+    inner, top_k = reader.positive("intermediate_size"), reader.count("num_experts_per_tok", 2)
+    if reader.count("num_local_experts", 8) == 0:
         return d.GatedMLPConfig(size, activation)
     return d.MoEConfig(reader.positive("num_local_experts", 8), top_k, inner, activation, shared_size=size)
 
@@ -115,6 +115,6 @@ class GraniteMoeSharedForCausalLM(GraniteMoeHybridForCausalLM):
             reader.positive("num_experts_per_tok", 2),
             reader.positive("intermediate_size"),
             reader.string("hidden_act", "silu"),
-            shared_size=reader.integer("shared_intermediate_size", 0) or None,
+            shared_size=reader.count("shared_intermediate_size", 0) or None,
         )
         return granite_decoder(reader, mlp)

@@ -39,7 +39,7 @@ class JambaForCausalLM(d.DecoderForCausalLM):
 
 def _every(reader: d.ConfigReader, name: str, period: int, offset: int) -> tuple[int, int]:
     """Of layers that are the same: every how many, and the first."""
-    return reader.positive(f"{name}_layer_period", period), reader.integer(f"{name}_layer_offset", offset)
+    return reader.positive(f"{name}_layer_period", period), reader.count(f"{name}_layer_offset", offset)
 
 
 def _read_mamba(reader: d.ConfigReader, norm: d.NormConfig) -> d.MambaConfig:

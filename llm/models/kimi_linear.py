@@ -45,7 +45,7 @@ class KimiLinearForCausalLM(d.DecoderForCausalLM):
             "dense": d.GatedMLPConfig(reader.positive("intermediate_size", 9216), reader.string("hidden_act", "silu")),
             "sparse": sigmoid_experts(reader, 256, 8, 1024, groups=1, best=1, scale=2.446),
         }
-        first = reader.integer("first_k_dense_replace", 1)
+        first = reader.count("first_k_dense_replace", 1)
         kinds = reader.names("mlp_layer_types") or ["dense" if index < first else "sparse" for index in range(count)]
         if len(kinds) != count or not mlps.keys() >= set(kinds):
             raise reader.error("mlp_layer_types", kinds, f"{count} of 'dense' or 'sparse'")
@@ -59,7 +59,7 @@ class KimiLinearForCausalLM(d.DecoderForCausalLM):
 def _latent(reader: d.ConfigReader) -> d.LatentAttentionConfig:
     sizes = (("kv_lora_rank", 512), ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128))
     latent, plain, shared, value = (reader.positive(*size) for size in sizes)
-    heads, rank = reader.positive("num_attention_heads", 32), reader.optional_integer("q_lora_rank")
+    heads, rank = reader.positive("num_attention_heads", 32), reader.optional_positive("q_lora_rank")
     bias = reader.boolean("attention_bias", False)
     return d.LatentAttentionConfig(heads, rank, latent, plain, shared, value, None, bias)
 

@@ -98,6 +98,6 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
             correction_bias=reader.boolean("use_expert_bias", True),
             routed_scaling_factor=reader.number("routed_scaling_factor", 1.0),
         )
-        first = reader.integer("num_dense_layers", 2)
+        first = reader.count("num_dense_layers", 2)
         count = reader.positive("num_hidden_layers")
         return lfm2_decoder(reader, [dense if index < first else sparse for index in range(count)])

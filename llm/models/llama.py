@@ -81,7 +81,7 @@ class SmolLM3ForCausalLM(d.DecoderForCausalLM):
 
 def _windows(reader: d.ConfigReader, count: int, has_rope: list[int]) -> list[int | None]:
     """The sliding window of each layer: with `use_sliding_window`, layers without rope have one."""
-    window = reader.optional_integer("sliding_window")
+    window = reader.optional_positive("sliding_window")
     use = reader.boolean("use_sliding_window", False)
     reader.integer("max_window_layers", count)  # transformers does not read it either
     sliding = [use and window is not None and not rotates for rotates in has_rope]

@@ -77,7 +77,7 @@ def _attention(reader: d.ConfigReader, eps: float) -> d.AttentionConfig:
 
 def _chunks(reader: d.ConfigReader, has_rope: list[int]) -> list[int | None]:
     """The chunk within which each layer attends; None: it attends to all."""
-    size = reader.optional_integer("attention_chunk_size", 8192)
+    size = reader.optional_positive("attention_chunk_size", 8192)
     default = ["chunked_attention" if rotates else "full_attention" for rotates in has_rope]
     kinds = reader.names("layer_types") or default
     if len(kinds) != len(default) or set(kinds) - {"chunked_attention", "full_attention"}:

@@ -13,7 +13,7 @@ class MellumForCausalLM(d.DecoderForCausalLM):
         full, sliding = reader.rope(500_000.0, "full_attention"), reader.rope(10_000.0, "sliding_attention")
         norm, activation = d.read_rms_norm(reader), reader.string("hidden_act", "silu")
         heads = d.read_heads(reader, default_kv_heads=4, default_size=128)
-        count, window = reader.positive("num_hidden_layers"), reader.optional_integer("sliding_window", 1024)
+        count, window = reader.positive("num_hidden_layers"), reader.optional_positive("sliding_window", 1024)
         dense = d.GatedMLPConfig(reader.positive("intermediate_size", 7168), activation)
         sparse = d.MoEConfig(
             reader.positive("num_experts", reader.positive("num_local_experts", 64)),

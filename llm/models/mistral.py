@@ -9,7 +9,7 @@ class MistralForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        heads, window = d.read_heads(reader, default_kv_heads=8), reader.optional_integer("sliding_window", 4096)
+        heads, window = d.read_heads(reader, default_kv_heads=8), reader.optional_positive("sliding_window", 4096)
         attention = d.AttentionConfig(heads, reader.rope(), window)
         return d.uniform_decoder(reader, attention, d.read_rms_norm(reader), positions=131072)
 
@@ -21,7 +21,7 @@ class MinistralForCausalLM(d.DecoderForCausalLM):
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         rope, norm, heads = reader.rope(), d.read_rms_norm(reader), d.read_heads(reader, default_kv_heads=8)
         mlp = d.read_gated_mlp(reader)
-        count, window = reader.positive("num_hidden_layers"), reader.optional_integer("sliding_window", 4096)
+        count, window = reader.positive("num_hidden_layers"), reader.optional_positive("sliding_window", 4096)
         windows = d.layer_windows(reader, count, window, [window is not None] * count)
         layers = [
             d.LayerConfig(attention=d.AttentionConfig(heads, rope, size), mlp=mlp, norms=d.PreNorms(norm))
@@ -39,7 +39,7 @@ class Ministral3ForCausalLM(d.DecoderForCausalLM):
         attention = d.AttentionConfig(
             d.read_heads(reader, default_kv_heads=8, default_size=128),
             rope,
-            reader.optional_integer("sliding_window"),
+            reader.optional_positive("sliding_window"),
             query_scale=d.QueryScale(_beta(reader), rope.original_max_position_embeddings),
         )
         return d.uniform_decoder(reader, attention, d.read_rms_norm(reader, 1e-5), positions=262144)
@@ -58,7 +58,7 @@ class MixtralForCausalLM(d.DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         d.ignore_training(reader)
-        heads, window = d.read_heads(reader, default_kv_heads=8), reader.optional_integer("sliding_window")
+        heads, window = d.read_heads(reader, default_kv_heads=8), reader.optional_positive("sliding_window")
         mlp = d.MoEConfig(
             reader.positive("num_local_experts", 8),
             reader.positive("num_experts_per_tok", 2),

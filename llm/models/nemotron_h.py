@@ -69,5 +69,5 @@ def _read_experts(reader: d.ConfigReader) -> d.MoEConfig:
         activation=reader.string("mlp_hidden_act", "relu2"),
         shared_size=reader.positive("moe_shared_expert_intermediate_size", 7688),
         shared_bias=reader.boolean("mlp_bias", False),
-        latent_size=reader.optional_integer("moe_latent_size"),
+        latent_size=reader.optional_positive("moe_latent_size"),
     )

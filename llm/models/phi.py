@@ -45,7 +45,7 @@ class Phi3ForCausalLM(d.DecoderForCausalLM):
         reader.expect("mlp_bias", False)
         reader.expect("full_attn_mod", 1)
         reader.expect("interpolate_factor", 1)
-        attention = d.AttentionConfig(d.read_heads(reader), reader.rope(), reader.optional_integer("sliding_window"))
+        attention = d.AttentionConfig(d.read_heads(reader), reader.rope(), reader.optional_positive("sliding_window"))
         return d.uniform_decoder(reader, attention, d.read_rms_norm(reader, 1e-5), positions=4096)
 
 
@@ -67,7 +67,7 @@ class PhimoeForCausalLM(d.DecoderForCausalLM):
         reader.expect("input_jitter_noise", reader.raw.get("input_jitter_noise"))
         reader.expect("num_experts_per_tok", 2)
         jitter = reader.number("router_jitter_noise", 0.01)
-        heads, window = d.read_heads(reader, default_kv_heads=8), reader.optional_integer("sliding_window")
+        heads, window = d.read_heads(reader, default_kv_heads=8), reader.optional_positive("sliding_window")
         mlp = d.MoEConfig(
             reader.positive("num_local_experts", 16),
             2,

@@ -27,7 +27,7 @@ class Qwen2ForCausalLM(d.DecoderForCausalLM):
 def qwen_windows(reader: d.ConfigReader) -> list[int | None]:
     """The sliding window of each layer: with `use_sliding_window`, layers from `max_window_layers` on have one."""
     count = reader.positive("num_hidden_layers")
-    window = reader.optional_integer("sliding_window", 4096)
+    window = reader.optional_positive("sliding_window", 4096)
     first = reader.integer("max_window_layers", 28)
     use = reader.boolean("use_sliding_window", False)
     sliding = [use and window is not None and index >= first for index in range(count)]
@@ -73,7 +73,7 @@ class Qwen2MoeForCausalLM(d.DecoderForCausalLM):
 def _windows(reader: d.ConfigReader) -> list[int | None]:
     """Of each layer: with `use_sliding_window` every second one before `max_window_layers` has one."""
     count = reader.positive("num_hidden_layers")
-    window = reader.optional_integer("sliding_window", 4096)
+    window = reader.optional_integer("sliding_window", 4096)  # 0: switched off
     first_full = reader.integer("max_window_layers", 28)
     use = reader.boolean("use_sliding_window", False)
     sliding = [use and index % 2 == 0 and index < first_full for index in range(count)]

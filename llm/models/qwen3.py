@@ -30,7 +30,7 @@ class Qwen3MoeForCausalLM(d.DecoderForCausalLM):
         d.ignore_training(reader)
         rope, norm = reader.rope(), d.read_rms_norm(reader)
         # transformers gives every layer a window or none.
-        window = reader.optional_integer("sliding_window", 4096)
+        window = reader.optional_positive("sliding_window", 4096)
         window = window if reader.boolean("use_sliding_window", False) else None
         reader.integer("max_window_layers", 0)
         heads = d.read_heads(reader, default_kv_heads=4)

@@ -17,7 +17,7 @@ class Starcoder2ForCausalLM(d.DecoderForCausalLM):
         attention = d.AttentionConfig(
             d.read_heads(reader, default_kv_heads=2),
             reader.rope(),
-            reader.optional_integer("sliding_window"),
+            reader.optional_positive("sliding_window"),
             qkv_bias=bias,
             out_bias=bias,
         )

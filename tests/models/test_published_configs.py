@@ -6,6 +6,7 @@ The models are built at a small size through `hf_overrides`, with dummy weights.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -98,6 +99,7 @@ _OF_CLASSES = {row.config_class: name for name, row in reversed(TINY_MODELS.item
 # Absent keys that are read otherwise on purpose -> why.
 _READ_OTHERWISE = {
     "num_nextn_predict_layers": "weights of layers for drafting that no key speaks of are refused, not passed over",
+    "rope_parameters.full_attention": "the rope of one kind of layers alone is refused",
     "rope_parameters of olmo_hybrid": "published models say by its absence that there is no rotary embedding",
 }
 
@@ -112,24 +114,42 @@ def test_an_absent_key_means_what_it_means_to_transformers(name: str) -> None:
         top = place.partition(".")[0]
         if place in _READ_OTHERWISE or f"{top} of {whole['model_type']}" in _READ_OTHERWISE:
             continue
-        try:
-            ours = _read(without)
-        except UnsupportedModelError:
+        ours = _meaning_of(without)
+        if "has no " in str(ours) or (filled := _filled(type(theirs), without)) is None or top not in filled:
             continue  # a key that must be there
-        if (filled := _filled(type(theirs), without)) is None or top not in filled:
-            continue
-        try:
-            named = _read({**without, top: filled[top]})
-        except UnsupportedModelError:
+        named = _meaning_of({**without, top: filled[top]})
+        if isinstance(named, str):
             continue  # a default that does not go with the tiny sizes
         held.append(place)
-        same = _meaning(ours) == _meaning(named)
         if place == "max_position_embeddings":  # which some ropes read beside it
-            same = ours.max_position_embeddings == named.max_position_embeddings
-        if not same:
+            ours, named = (_read({**without, **more}).max_position_embeddings for more in ({}, {top: filled[top]}))
+        if ours != named:
             differing.append(f"{place}, which is {filled[top]}")
     assert differing == []
     assert len(held) > 5
+
+
+# Keys of which a negative number means something.
+_NEGATIVE = {"moe_layer_end_index"}  # the last layer, counted from the end
+
+
+@pytest.mark.parametrize("name", _OF_CLASSES.values(), ids=_OF_CLASSES)
+def test_a_negative_number_is_refused(name: str) -> None:
+    """Each integer of a config in turn: read by nobody, or refused in a sentence that shows it."""
+    whole = _as_json(config_of(TINY_MODELS[name]))
+    meaning = _meaning_of(whole)
+    integers = [key for key, value in whole.items() if type(value) is int and key not in _NEGATIVE]
+    found = {key: _meaning_of({**whole, key: -1}) for key in integers}
+    wrong = {key: own for key, own in found.items() if own != meaning and not (isinstance(own, str) and "-1" in own)}
+    assert wrong == {} and any(isinstance(own, str) for own in found.values())
+
+
+def _meaning_of(config: dict[str, Any]) -> Any:
+    """What is computed, or why it is refused."""
+    try:
+        return _meaning(_read(config))
+    except UnsupportedModelError as error:
+        return str(error)
 
 
 def _as_json(config: Any) -> dict[str, Any]:
@@ -139,7 +159,7 @@ def _as_json(config: Any) -> dict[str, Any]:
 def _filled(kind: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     """What transformers reads, with its defaults; None: it refuses the file, with errors of many types."""
     try:
-        return _as_json(kind.from_dict(given))
+        return _as_json(kind.from_dict(copy.deepcopy(given)))
     except Exception:
         return None
 
@@ -149,7 +169,8 @@ def _without_each_key(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, An
         if key not in ("model_type", "architectures"):
             yield key, {name: own for name, own in whole.items() if name != key}
         for inner in value if key == "rope_parameters" and isinstance(value, dict) else ():
-            yield f"{key}.{inner}", {**whole, key: {name: own for name, own in value.items() if name != inner}}
+            outer = {name: own for name, own in whole.items() if name != inner}  # some files have it there
+            yield f"{key}.{inner}", {**outer, key: {name: own for name, own in value.items() if name != inner}}
 
 
 def _meaning(value: Any) -> Any:

@@ -106,8 +106,8 @@ def read_heads(reader: ConfigReader, *, default_kv_heads: int | None = None, def
     """Read the numbers of heads. The defaults are what missing keys mean; null is one KV head per head, and hidden_size
     / heads as the size, and so is a default of None."""
     heads, hidden = reader.positive("num_attention_heads"), reader.positive("hidden_size")
-    kv_heads = reader.optional_integer("num_key_value_heads", default_kv_heads)
-    size = reader.optional_integer("head_dim", default_size)
+    kv_heads = reader.optional_positive("num_key_value_heads", default_kv_heads)
+    size = reader.optional_positive("head_dim", default_size)
     return Heads(
         heads,
         heads if kv_heads is None else reader.positive("num_key_value_heads", kv_heads),
@@ -222,6 +222,6 @@ def layer_windows(reader: ConfigReader, count: int, window: int | None, default:
 def windows_by_pattern(reader: ConfigReader, default: int, pattern: int) -> list[int | None]:
     """The sliding window of each layer where every `pattern`th sees all; `default`: a missing `sliding_window`."""
     count = reader.positive("num_hidden_layers")
-    window = reader.optional_integer("sliding_window", default)
+    window = reader.optional_positive("sliding_window", default)
     sliding = [window is not None and (index + 1) % pattern != 0 for index in range(count)]
     return layer_windows(reader, count, window, sliding)

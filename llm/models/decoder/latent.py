@@ -151,7 +151,7 @@ def read_latent_attention(
 
 def _rank(reader: ConfigReader, default: int | None) -> int | None:
     """null says that queries have no low rank."""
-    rank = reader.optional_integer("q_lora_rank", default)
+    rank = reader.optional_positive("q_lora_rank", default)
     if rank is not None and rank < 1:
         raise reader.error("q_lora_rank", rank, "a positive integer or null")
     return rank
