@@ -2,8 +2,8 @@
 
 Optional: without a compiler, or with LLM_BUILD_KERNELS=0, the wheel carries the sources alone and the kernels are
 compiled when they are first used. What was compiled once is taken from the user's cache. LLM_BUILD_KERNELS=avx2,plain
-names the instruction sets, "all" is every one (for a wheel that is given to others); by default AVX2 and the best of
-this processor. An editable install compiles nothing here.
+names the instruction sets, "all" is every one (for a wheel that is given to others); by default it is the best of this
+processor. An editable install compiles nothing here.
 """
 
 import importlib.util

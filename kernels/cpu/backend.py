@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -115,18 +115,26 @@ def kernel(name: str) -> Operation:
     return getattr(importlib.import_module(f"llm.kernels.cpu.{_MODULES.get(name, OPERATIONS[name])}"), name)
 
 
+def _from_best(best: str) -> Iterator[str]:
+    """The target that is wanted, then what may be there if it is not: gcc before 11 knows no AMX, some systems deny it,
+    and a wheel from another machine may carry a slower one where there is no compiler."""
+    target: str | None = best
+    while target is not None:
+        yield target
+        target = _NEXT_BEST.get(target)
+    yield from (target for target in reversed(build.fast_targets()) if build.packaged_library(target))
+
+
 @functools.cache
 def _cpu_backend(isa: str | None) -> Backend:
     best, reason = choose_target(isa)
-    target: str | None = best
     failure = ""
-    while target is not None:
+    for target in [best] if isa else _from_best(best):
         try:
             return CpuBackend(load_library(target), reason)
         except build.BuildError as error:
             failure = failure or str(error)
         reason = f"{best} is not available: {failure.splitlines()[0]}"
-        target = _NEXT_BEST.get(target) if isa is None else None  # gcc before 11 knows no AMX, some systems deny it
     warnings.warn(
         f"the CPU kernels are not available, and PyTorch's operations compute instead: slower, and answers depend on "
         f"what else is in the batch (llm.config.invariant is False). {failure}",

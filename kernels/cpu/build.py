@@ -112,15 +112,16 @@ def machine_targets() -> list[str]:
 
 
 def wheel_targets(wanted: str) -> list[str]:
-    """The targets of a wheel: a comma-separated list, "all", or "" for AVX2 (on x86-64) and the best of this processor.
+    """The targets of a wheel: a comma-separated list, "all", or "" for the best of this processor.
 
-    A wheel is often built on one machine and used on another; targets it lacks there are compiled at first use.
+    Where another machine's wheel lacks the best, it is compiled at first use; without a compiler, the best that the
+    wheel carries and that processor runs is used.
     """
     if wanted == "all":
         return machine_targets()
     if wanted:
         return wanted.split(",")
-    return [target for target in machine_targets() if target in {"avx2", fast_targets()[-1]}]
+    return [target for target in machine_targets() if target == fast_targets()[-1]]
 
 
 def read_cpu_flags() -> set[str]:

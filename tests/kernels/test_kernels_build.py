@@ -73,7 +73,7 @@ def test_the_best_instruction_set_is_chosen(flags: set[str], target: str) -> Non
 def test_what_a_wheel_carries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "machine_targets", lambda: list(build.TARGETS))
     monkeypatch.setattr(build, "read_cpu_flags", lambda: AVX512)
-    assert build.wheel_targets("") == ["avx2", "avx512"]
+    assert build.wheel_targets("") == ["avx512"]
     assert build.wheel_targets("plain,avx2") == ["plain", "avx2"]
     assert build.wheel_targets("all") == list(build.TARGETS)
     monkeypatch.setattr(build, "read_cpu_flags", lambda: AVX2)
@@ -123,6 +123,7 @@ def test_without_the_registers_of_amx_the_next_best_is_chosen(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("unknown", "flags", "next_best"),
     [
+        (("avx512_vnni", "avx512"), AVX512 | {"avx512_vnni"}, "avx2"),  # the only one of the wheel
         (("amx",), AVX512 | {"avx512_vnni"} | AMX, "avx512_vnni"),
         (("avx512_bf16",), AVX512 | BF16, "avx512_vnni"),
         (("avx2_vnni",), AVX2 | {"avx_vnni"}, "avx2"),
@@ -139,6 +140,7 @@ def test_a_compiler_that_does_not_know_the_best_gives_the_next_best(
 
     monkeypatch.setattr(build, "read_cpu_flags", lambda: flags)
     monkeypatch.setattr(backend, "load_library", load)
+    monkeypatch.setattr(build, "packaged_library", lambda target: Path(target) if target == "avx2" else None)
     kernels = backend._cpu_backend.__wrapped__(None)
     assert kernels.variant == next_best
     assert kernels.reason == f"{unknown[0]} is not available: unrecognized option '-m{unknown[0]}'"
@@ -486,7 +488,8 @@ def test_the_bench_measures_every_product(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(line.startswith("torch") for line in lines) == 3
     assert sum(line.startswith("experts w4a8") for line in lines) == len(bench.EXPERT_ROWS)
     states = [line.split() for line in lines if line.startswith(tuple(case.name for case in bench.bench_states.CASES))]
-    assert len(states) == 8 and all(float(line[-1]) > 0 for line in states)
+    # Rates are rounded, to 0 where other programs take the processor; times only grow.
+    assert len(states) == 8 and all(float(time) > 0 for line in states for time in line[-5:-2])
     calls = [line.split() for line in lines[lines.index(next(line for line in lines if "replayed" in line)) + 1 :]]
     assert {"rms_norm", "linear_float32", "linear_w8a8", "experts", "paged_attention"} <= {name for name, *_ in calls}
     assert all(float(called) > 0 and float(replayed) > 0 for _, called, replayed in calls)
