@@ -1,7 +1,7 @@
 """Beam search with the results of transformers' beam search.
 
-Owns the search and no tensors. In each step, every running beam of every prompt is a request of its own that generates
-one token; the prefix cache provides the tokens that beams share.
+In each step, every running beam of every prompt is a request of its own that generates one token; the prefix cache
+provides the tokens that beams share.
 
 A step of one prompt with `beam_width` w:
  1. candidates: every beam extended by every token, ranked by summed logprob; the first max(2, 1 + number of EOS) * w

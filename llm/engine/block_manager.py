@@ -1,7 +1,7 @@
 """Which request owns which KV block.
 
-Owns reference counts, the free list and the prefix cache, per KV group. No tensors: a block is an index into the
-runner's cache. `check_integrity()` audits all of it.
+Reference counts, the free list and the prefix cache, per KV group. A block is an index into the runner's cache.
+`check_integrity()` audits all of it.
 
 A block's life:   free list --allocate--> owned by 1..n requests --release--> free list
                        ^                                                        |

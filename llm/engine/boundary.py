@@ -1,7 +1,6 @@
-"""What engine and runner exchange at start-up: plain data that can be pickled, so a runner can be another process.
+"""What the engine knows of a runner: the calls of `Runner`, and the plain data that they exchange.
 
-Owns `RunnerPlan`, from which a runner builds its model, and `Loaded`, its answer. The data of a step are
-`SchedulerOutput` and `RunnerOutput`.
+All of it can be pickled, so a runner can be another process. The data of a step are in `step.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +24,62 @@ from llm.loading.source import ModelSource
 from llm.models.interface import BuildOptions
 from llm.quantization.storage.on_load import ActivationStatistics
 from llm.sampling.logits_processors.interface import LogitsProcessor
+
+QWEN3_RERANKER = "qwen3_reranker"
+TOKENS = "ALL"  # the pooling type that keeps every token's vector
+R = TypeVar("R")
+# Dotted path of a layer -> its inputs and its output, float [N, columns] each.
+Captured = dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor]]
+
+
+class Runner(Protocol):
+    """What engine and facade call; `llm.runner.model_runner.ModelRunner` implements it in this process.
+
+    A runner owns the weights, the KV caches, the persistent batch, the sampler and the logits processors. No code
+    outside a runner reads them.
+    """
+
+    # --- Life cycle. ---
+
+    def load(self, plan: RunnerPlan) -> Loaded: ...
+    def close(self) -> None: ...
+
+    # --- Steps. ---
+
+    def execute(self, plan: SchedulerOutput) -> RunnerOutput: ...
+    def set_drafting(self, is_on: bool) -> None: ...
+    def force_answer(self, answer: Sequence[int]) -> None: ...
+    def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None: ...
+    def end_call(self) -> None: ...
+    def reset(self) -> None: ...
+
+    # --- Rows of its caches, between steps. ---
+
+    def cache_parts(self) -> list[CachePart]: ...
+    def read_cache(self, part: int, rows: Sequence[int]) -> torch.Tensor: ...
+    def write_cache(self, part: int, rows: Sequence[int], values: torch.Tensor) -> None: ...
+
+    # --- Queries about the model. ---
+
+    def check_adapter(self, path: str) -> str: ...
+    def describe(self) -> Explanation: ...
+    def layer_reports(self) -> list[LayerReport]: ...
+    def save(self, path: str | Path, format: str) -> Path: ...
+    def cost(self) -> ModelCost: ...
+    def apply_model(self, function: Callable[[torch.nn.Module], R]) -> R: ...
+    def start_profile(self) -> None: ...
+    def stop_profile(self) -> list[ProfileRow]: ...
+
+    # --- Inputs and outputs of its layers. ---
+
+    def start_observing(self) -> None: ...
+    def stop_observing(self) -> dict[str, ActivationStatistics]: ...
+    def start_counting_experts(self) -> None: ...
+    def stop_counting_experts(self) -> dict[str, list[int]]: ...
+    def start_capturing(self, names: Sequence[str], limit_bytes: int) -> list[str]: ...
+    def take_captured(self) -> Captured: ...
+    def stop_capturing(self) -> None: ...
+    def layer_noise(self, captured: Captured) -> dict[str, tuple[float, float]]: ...
 
 
 @dataclass(frozen=True)
@@ -75,19 +130,6 @@ class RunnerPlan:
 
 
 @dataclass(frozen=True)
-class DraftHeadPlan:
-    """A head that drafts from the model's hidden states; its own state is the last of the model's `kv_cache_specs`.
-
-    Attributes:
-        plan: from which it is built and loaded.
-        taps: the layers of the model whose input it reads.
-    """
-
-    plan: RunnerPlan
-    taps: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Loaded:
     """A runner's report after loading its model.
 
@@ -118,10 +160,17 @@ class Loaded:
         return replace(config, invariant=False, reasons=reasons, speculative_config=speculation)
 
 
-QWEN3_RERANKER = "qwen3_reranker"
+@dataclass(frozen=True)
+class DraftHeadPlan:
+    """A head that drafts from the model's hidden states; its own state is the last of the model's `kv_cache_specs`.
 
+    Attributes:
+        plan: from which it is built and loaded.
+        taps: the layers of the model whose input it reads.
+    """
 
-TOKENS = "ALL"  # the pooling type that keeps every token's vector
+    plan: RunnerPlan
+    taps: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -198,59 +247,6 @@ class CachePart:
     group: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-R = TypeVar("R")
-
-
-class Runner(Protocol):
-    """What engine and facade call; `llm.runner.model_runner.ModelRunner` implements it in this process.
-
-    A runner owns the weights, the KV caches, the persistent batch, the sampler and the logits processors. No code
-    outside a runner reads them.
-    """
-
-    # --- Life cycle. ---
-
-    def load(self, plan: RunnerPlan) -> Loaded: ...
-    def close(self) -> None: ...
-
-    # --- Steps. ---
-
-    def execute(self, plan: SchedulerOutput) -> RunnerOutput: ...
-    def set_drafting(self, is_on: bool) -> None: ...
-    def force_answer(self, answer: Sequence[int]) -> None: ...
-    def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None: ...
-    def end_call(self) -> None: ...
-    def reset(self) -> None: ...
-
-    # --- Rows of its caches, between steps. ---
-
-    def cache_parts(self) -> list[CachePart]: ...
-    def read_cache(self, part: int, rows: Sequence[int]) -> torch.Tensor: ...
-    def write_cache(self, part: int, rows: Sequence[int], values: torch.Tensor) -> None: ...
-
-    # --- Queries about the model. ---
-
-    def check_adapter(self, path: str) -> str: ...
-    def describe(self) -> Explanation: ...
-    def layer_reports(self) -> list[LayerReport]: ...
-    def save(self, path: str | Path, format: str) -> Path: ...
-    def cost(self) -> ModelCost: ...
-    def apply_model(self, function: Callable[[torch.nn.Module], R]) -> R: ...
-    def start_profile(self) -> None: ...
-    def stop_profile(self) -> list[ProfileRow]: ...
-
-    # --- Inputs and outputs of its layers. ---
-
-    def start_observing(self) -> None: ...
-    def stop_observing(self) -> dict[str, ActivationStatistics]: ...
-    def start_counting_experts(self) -> None: ...
-    def stop_counting_experts(self) -> dict[str, list[int]]: ...
-    def start_capturing(self, names: Sequence[str], limit_bytes: int) -> list[str]: ...
-    def take_captured(self) -> Captured: ...
-    def stop_capturing(self) -> None: ...
-    def layer_noise(self, captured: Captured) -> dict[str, tuple[float, float]]: ...
 
 
 @dataclass(frozen=True)
@@ -358,7 +354,3 @@ class ProfileRow:
     @property
     def seconds(self) -> float:
         return self.prefill.seconds + self.decode.seconds
-
-
-# Dotted path of a layer -> its inputs and its output, float [N, columns] each.
-Captured = dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor]]

@@ -1,7 +1,7 @@
 """Running texts through an engine to collect statistics of its layers' inputs.
 
-Owns cutting texts into windows, and calibration: it builds, runs and closes an unquantized model, which needs the
-memory of the unquantized weights meanwhile.
+Texts are cut into windows. Calibration builds, runs and closes an unquantized model, which needs the memory of the
+unquantized weights meanwhile.
 """
 
 from __future__ import annotations

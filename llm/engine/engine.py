@@ -1,7 +1,7 @@
 """The loop: schedule, execute, append, check, finish.
 
-Owns the requests in flight and nothing that a runner owns (`llm.engine.boundary.Runner`). The engine runs in the
-caller's thread; between calls nothing runs.
+The engine has the requests in flight and nothing of what a runner has (`boundary.py`). It runs in the caller's thread;
+between calls nothing runs.
 """
 
 from __future__ import annotations

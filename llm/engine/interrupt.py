@@ -1,8 +1,8 @@
 """Ctrl-C during a call.
 
-Owns the SIGINT handler, which is installed only inside a call on the main thread and restored after. The first Ctrl-C
-sets a flag that is checked between steps. A second one raises at once. Later ones are ignored, because they would
-interrupt the cleanup of the call.
+The SIGINT handler is installed only inside a call on the main thread, and the one before is restored after. The first
+Ctrl-C sets a flag that is checked between steps. A second one raises at once. Later ones are ignored, because they
+would interrupt the cleanup of the call.
 """
 
 from __future__ import annotations

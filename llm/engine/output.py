@@ -1,7 +1,6 @@
-"""From token ids to the user's `RequestOutput`.
+"""From token ids to the user's `RequestOutput`: a prompt and its completions until all have finished.
 
-Owns the state of a prompt and its completions: logprobs, and text, which is decoded incrementally for streaming and
-stop strings, and otherwise once at the end.
+Text is decoded incrementally for streaming and stop strings, and otherwise once at the end.
 """
 
 from __future__ import annotations

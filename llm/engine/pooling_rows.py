@@ -1,7 +1,6 @@
-"""From the texts of a pooling call to checked rows.
+"""From the texts of a pooling call to checked rows: prompts before texts, pairs of texts, truncation, `PoolingParams`.
 
-Owns the prompts before texts, pairs of texts, truncation, and what `PoolingParams` asks of a row. All rows are checked
-before any is run, and one error names all bad ones.
+All rows are checked before any is run, and one error names all bad ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""From the user's prompts and params to checked rows.
+"""From the user's prompts, conversations and params to checked rows.
 
-Owns the normalisation of prompts, conversations and parameters, and every check that needs the model. All rows are
-checked before any is run, and one error names all bad ones.
+All rows are checked before any is run, and one error names all bad ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Parsing prompts and conversations into lists of texts and token ids.
+"""The forms in which users pass prompts, conversations and `tokenization_kwargs`, as texts and token ids.
 
-Owns the forms in which users pass them. Checks that need a model (tokenizer, vocabulary, context length) are elsewhere.
+What needs a model (tokenizer, vocabulary, context length) is checked in `preprocess.py` and `rows.py`.
 """
 
 from __future__ import annotations

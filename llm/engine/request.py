@@ -1,7 +1,4 @@
-"""A request's state in the engine, and the rules by which it ends.
-
-Owns token ids, counters and the stop rules. No tensors. A prompt with `n` completions is `n` requests.
-"""
+"""A request's state in the engine, and the rules by which it ends. A prompt with `n` completions is `n` requests."""
 
 from __future__ import annotations
 

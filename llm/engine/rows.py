@@ -1,7 +1,4 @@
-"""One prompt as a row: its length checked or cut, and the defaults of its params that depend on it.
-
-Owns `Row`, `RefusedRow`, and what becomes of a prompt that is too long.
-"""
+"""One prompt as a row: its length checked or cut, and the defaults of its params that depend on it."""
 
 from __future__ import annotations
 

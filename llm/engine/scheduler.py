@@ -1,8 +1,7 @@
 """Which tokens the next step computes.
 
-Owns the policy: first come first served or by priority, a token budget per step, chunked prefill, preemption by
-recomputation. No tensors, no clocks. Its decisions are a `SchedulerOutput`, plain data that can be sent to another
-process.
+First come first served or by priority, a token budget per step, chunked prefill, preemption by recomputation. No
+tensors, no clocks. Its decisions are a `SchedulerOutput`, plain data that can be sent to another process.
 """
 
 from __future__ import annotations

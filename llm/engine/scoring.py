@@ -1,6 +1,7 @@
-"""Scoring given texts: rows with prompt logprobs for a part of their prompt, and the sums of those logprobs.
+"""Scoring given texts: continuations, texts in windows, and the choices of a question.
 
-Owns the border between a prompt and its continuation, the windows of texts longer than the context, and the sums.
+A row is a text with prompt logprobs from the border between prompt and continuation on; results are their sums. Choices
+are tokenized and scored as lm-evaluation-harness does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""What an engine has done since it was built: `LLM.stats()`. Plain data.
-
-Owns the names, and the text.
+"""What an engine has done since it was built: `LLM.stats()`, `LLM.get_metrics()` under vLLM's names, and the warning
+that other programs had its cores.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What engine and runner exchange in a step: the scheduler's plan and the runner's answer.
-
-Owns no behaviour. Plain data that can be pickled, so that the runner can be in another process.
+"""What engine and runner exchange in a step: the scheduler's plan and the runner's answer, plain data.
 
 A row with T known tokens, of which the last is not in the KV cache yet, and two drafts:
 

@@ -1,7 +1,7 @@
-"""The adapters that are loaded into one model, and what each adds to its layers.
+"""The adapters that are loaded into one model: their packed matrices per slot, and what each adds to its layers.
 
-Owns their packed matrices, per slot. The scheduler decides which adapter has which slot (`adapter_slots.py`),
-`llm.loading.adapters` reads the files, layers add (`llm.layers.lora`).
+The scheduler decides which adapter has which slot (`AdapterSlots`), `llm.loading.adapters` reads the files, layers add
+(`llm.layers.lora`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sizes of a built model: what a step reads and computes, whatever the backend.
 
-Owns the counting. Every step reads all GEMM weights (linear layers and LM head, a tied table once) and the KV cache of
+Every step reads all GEMM weights (linear layers and LM head, a tied table once) and the KV cache of
 its requests, and reads and writes their recurrent states. Every token goes through every linear layer, every sampled
 position through the LM head. Of a layer of experts it is as many as a token chooses: a step of several tokens reads
 more of them. Norms, rotary embeddings and softmax count as free.

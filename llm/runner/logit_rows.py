@@ -1,6 +1,6 @@
 """What a step's logit rows give: sampled tokens, accepted drafts, logprobs of prompt tokens.
 
-Owns verification. The token sampled at a position depends on the row's logits, its parameters and (seed, position)
+The token sampled at a position depends on the row's logits, its parameters and (seed, position)
 alone. So the token that a row would sample without drafts is known, and a draft is right if it equals that token: no
 rejection sampling, and the same distribution and bits as without drafts. A row takes the sampled token of each of its
 logit rows, up to and including the first that differs from the draft. The logits of later logit rows followed a wrong

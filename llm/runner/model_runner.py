@@ -1,7 +1,7 @@
-"""Builds its model and computes steps with it.
+"""The model runner: builds its model, and computes steps with it on its device.
 
-Owns the weights, the KV tensors, the persistent batch and the sampler. It gets a `SchedulerOutput` and returns a
-`RunnerOutput`; both are plain data, so the runner can be a worker in another process.
+It has the weights, the tensors of the caches, the persistent batch and the sampler. It gets a `SchedulerOutput` and
+returns a `RunnerOutput`; both are plain data, so the runner can be a worker in another process.
 """
 
 from __future__ import annotations
@@ -113,6 +113,245 @@ class ModelRunner:
         with library_defaults(plan.config.num_threads):
             return self._load(plan)
 
+    @library_defaults()
+    def close(self) -> None:
+        """Free weights and caches even while they are referenced, as by the traceback of the last error."""
+        self.set_drafting(True)
+        if self.proposer is not None:
+            self.proposer.close()
+        if self.adapters is not None:
+            self.adapters.close()
+        states = [tensor for state in self.states for tensor in state]
+        modules = [self.model] if self.head is None else [self.model, self.head]
+        weights = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        for tensor in (*weights, *states):
+            tensor.data = torch.empty(0, device=tensor.device)
+        self.model = self.head = self.recorded = self.proposer = self.pooler = self.adapters = None
+        self.states = []
+        self.backend.clear()
+        self.platform.release_memory()
+
+    # --- Steps. ---
+
+    def execute(self, plan: SchedulerOutput) -> RunnerOutput:
+        """Compute the scheduled tokens and sample for the batch rows whose last known token was computed."""
+        with library_defaults(self.plan.config.num_threads), self.platform.inference_mode():
+            self._load_adapters(plan)
+            changes = self.batch.update(plan)
+            drafts = {self.batch.index[request_id]: own for request_id, own in plan.draft_token_ids.items()}
+            self.processors.update_state(changes, drafts)
+            if self.proposer is not None:
+                self.proposer.update(plan)
+            if not plan.num_scheduled_tokens:
+                return RunnerOutput()
+            step = self.batch.build(plan)
+            started = perf_counter()
+            batch = self.prepare_batch(step)
+            self.extend_context(batch, plan)
+            self._copy_states((new.restored_slot, new.slot) for new in plan.new_rows if new.restored_slot)
+            hidden = self.forward(batch)
+            self._copy_states(plan.snapshots)
+            result = RunnerOutput()
+            if self.pooler is None:
+                self._read(hidden, step, result)
+            else:
+                self._pool(self.pooler, hidden, step, result)
+            if self.proposer is not None:
+                seconds = perf_counter() - started
+                result.draft_token_ids = propose(
+                    self.proposer, self.batch, step, hidden, result, self._vocab_size, seconds
+                )
+            self.platform.synchronize()
+            result.model_seconds = perf_counter() - started
+            return result
+
+    def set_drafting(self, is_on: bool) -> None:
+        """Draft tokens or not, between calls; a model without a proposer never does."""
+        if is_on != (self.proposer is not None):
+            self.proposer, self._unused_proposer = self._unused_proposer, self.proposer
+            if self.proposer is not None:
+                self.proposer.reset()  # it was not told which rows have left
+
+    def force_answer(self, answer: Sequence[int]) -> None:
+        """Give every row these tokens from now on, whatever is sampled: for measurements; if empty, their own."""
+        own = Sampler(self.plan.config.model_config.logprobs_mode, self.backend)
+        self.sampler = ForcedSampler(own, answer) if answer else own
+
+    @library_defaults()
+    def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:
+        """Replace the custom processors, between steps; the new ones get the batch's rows as added."""
+        self.processors.set_custom(classes, self.batch.added_rows())
+
+    def end_call(self) -> None:
+        """Release what is held only during a call."""
+        self.processors.end_call()
+
+    def reset(self) -> None:
+        """Remove every batch row and reset the processors, after a failed step."""
+        self.batch.clear()
+        self.processors.forget_rows()
+        if self.pooler is not None:
+            self.pooler.forget()
+        if self.proposer is not None:
+            self.proposer.reset()
+
+    # --- What a platform's runner may override. ---
+
+    def place_model(self, model: Any) -> Any:
+        """Move the model, whose weights are loaded and processed in CPU memory, to the platform's device."""
+        device = self.platform.device
+        return model if device.type == "cpu" else model.to(device)
+
+    def allocate_kv_caches(
+        self, specs: Sequence[PagedSpec], num_blocks: int, block_size: int
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """The tensors of each paged state, in the attention backend's layout; called once, and again for a head."""
+
+        def shapes(spec: KVCacheSpec, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            backend = attention_backend(self.platform, spec.head_size)
+            return backend.kv_cache_shapes(self.platform, spec, num_blocks, block_size)
+
+        return allocate_kv_caches(specs, num_blocks, block_size, shapes, self.backend)
+
+    def prepare_batch(self, step: StepInput) -> ForwardBatch:
+        """The step's batch, with each state and the metadata of its group."""
+        batch = step.forward_batch
+        by_group = batch.metadata
+        batch.metadata = [by_group[group] for group in self._group_of_state]
+        batch.states = self.states
+        return batch
+
+    def extend_context(self, batch: ForwardBatch, plan: SchedulerOutput) -> None:
+        """Set `batch.extensions` to what the platform's layers and attention backend need for the step."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [N, H] of the step's tokens; the next step may overwrite them."""
+        reads_experts = batch.adapter_ids is not None and self.adapters is not None and self.adapters.change_experts
+        hidden = None if self.recorded is None or reads_experts else self.recorded.run(batch)
+        if hidden is not None:
+            return hidden
+        return self.model.forward(batch) if self.adapters is None else self._compute(batch)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, H] -> float32 [rows, vocab]."""
+        return self.model.compute_logits(hidden)
+
+    # --- Rows of its caches, between steps. ---
+
+    def cache_parts(self) -> list[CachePart]:
+        """Every tensor of every state; see `CacheRows`."""
+        return self._cache_rows.parts()
+
+    def read_cache(self, part: int, rows: Sequence[int]) -> torch.Tensor:
+        """A copy of these blocks or slots, [rows, *shape]; `part` counts the tensors as `cache_parts` does."""
+        return self._cache_rows.read(part, rows)
+
+    def write_cache(self, part: int, rows: Sequence[int], values: torch.Tensor) -> None:
+        """Set these blocks or slots."""
+        self._cache_rows.write(part, rows, values)
+
+    # --- Queries about the model. ---
+
+    def check_adapter(self, path: str) -> str:
+        """The digest of an adapter's files.
+
+        Raises:
+            ValidationError: `enable_lora` is off. CheckpointError: the adapter cannot be used with this model.
+        """
+        if self.adapters is None:
+            raise ValidationError(
+                "lora_request needs LLM(..., enable_lora=True).", parameter="lora_request", value=path
+            )
+        return self.adapters.check(path)
+
+    def describe(self) -> Explanation:
+        """What computes the model's layers, and why."""
+        return explain_runner(type(self), self.platform, self.model, self.plan.config, self.offloaded)
+
+    def layer_reports(self) -> list[LayerReport]:
+        """Every layer with a weight, in the model's order."""
+        return layer_reports(self.model, self.plan.config.model_config.weight_dtype)
+
+    def save(self, path: str | Path, format: str) -> Path:
+        """See `LLM.save_quantized`."""
+        from llm.quantize.save import save_quantized
+
+        if isinstance(self.plan.source, GgufSource):
+            raise LLMError(f"{self.plan.source.path} is in GGUF already, and is not written in another format.")
+        return save_quantized(self.model, self.targets, self.plan.source.folder, self.plan.hf_config, path, format)
+
+    def cost(self) -> ModelCost:
+        """What a step reads and computes."""
+        return count_model(self.model, self.plan.config.cache_config.kv_cache_dtype, self.plan.kv_cache_specs)
+
+    @library_defaults()
+    def apply_model(self, function: Callable[[torch.nn.Module], R]) -> R:
+        """`function(model)`. It may change the model: recorded steps are dropped. Layers made in it have kernels."""
+        try:
+            with torch.no_grad(), constructing(self.plan, self.platform):
+                return function(self.model)
+        finally:
+            weights_changed(self.model)
+            if self.recorded is not None:
+                self.recorded = self._new_recorded()
+
+    def start_profile(self) -> None:
+        """Start timing every operation."""
+        self._profile = RunnerProfile(self, self.plan.config.cache_config.kv_cache_dtype)
+
+    def stop_profile(self) -> list[ProfileRow]:
+        """The table of exclusive times since `start_profile`."""
+        rows = self._profile.stop()
+        del self._profile
+        return rows
+
+    # --- Inputs and outputs of its layers. ---
+
+    def start_observing(self) -> None:
+        """Start collecting statistics of each linear layer's inputs."""
+        self._observer = InputObserver(self.model, self.platform.device)
+
+    def stop_observing(self) -> dict[str, ActivationStatistics]:
+        """Statistics of each linear layer's inputs since `start_observing`, by dotted path."""
+        statistics = self._observer.stop()
+        del self._observer
+        return statistics
+
+    def start_counting_experts(self) -> None:
+        """From now on count the tokens of each expert."""
+        self._counter = ExpertCounter(self.model)
+
+    def stop_counting_experts(self) -> dict[str, list[int]]:
+        """Tokens by expert since `start_counting_experts`, by the path of the layer; {}: there are no experts."""
+        counts = self._counter.stop()
+        del self._counter
+        return counts
+
+    def start_capturing(self, names: Sequence[str], limit_bytes: int) -> list[str]:
+        """Start keeping inputs and outputs of linear layers, for `take_captured` after each step.
+
+        Returns the captured layers: the first of `names` that together need at most `limit_bytes` per step.
+        """
+        tokens = self.plan.config.scheduler_config.max_num_batched_tokens
+        self._capture = LayerCapture(self.model, names, tokens, limit_bytes)
+        return self._capture.names
+
+    def take_captured(self) -> Captured:
+        """(input, output) of each captured layer since the last call."""
+        return self._capture.take()
+
+    def stop_capturing(self) -> None:
+        self._capture.stop()
+        del self._capture
+
+    @library_defaults()
+    def layer_noise(self, captured: Captured) -> dict[str, tuple[float, float]]:
+        """Per layer: (sum of squares of the captured outputs, of this model's errors on the captured inputs)."""
+        with self.platform.inference_mode():
+            return layer_noise(self.model, captured)
+
+    # --- Loading. ---
+
     def _load(self, plan: RunnerPlan) -> Loaded:
         times = PhaseTimes()
         self.platform.set_device(plan.device_index)
@@ -173,215 +412,19 @@ class ModelRunner:
             config.speculative_config, self.plan, lambda: type(self)(self.platform), self._make_head
         )
 
-    def execute(self, plan: SchedulerOutput) -> RunnerOutput:
-        """Compute the scheduled tokens and sample for the batch rows whose last known token was computed."""
-        with library_defaults(self.plan.config.num_threads), self.platform.inference_mode():
-            self._load_adapters(plan)
-            changes = self.batch.update(plan)
-            drafts = {self.batch.index[request_id]: own for request_id, own in plan.draft_token_ids.items()}
-            self.processors.update_state(changes, drafts)
-            if self.proposer is not None:
-                self.proposer.update(plan)
-            if not plan.num_scheduled_tokens:
-                return RunnerOutput()
-            step = self.batch.build(plan)
-            started = perf_counter()
-            batch = self.prepare_batch(step)
-            self.extend_context(batch, plan)
-            self._copy_states((new.restored_slot, new.slot) for new in plan.new_rows if new.restored_slot)
-            hidden = self.forward(batch)
-            self._copy_states(plan.snapshots)
-            result = RunnerOutput()
-            if self.pooler is None:
-                self._read(hidden, step, result)
-            else:
-                self._pool(self.pooler, hidden, step, result)
-            if self.proposer is not None:
-                seconds = perf_counter() - started
-                result.draft_token_ids = propose(
-                    self.proposer, self.batch, step, hidden, result, self._vocab_size, seconds
-                )
-            self.platform.synchronize()
-            result.model_seconds = perf_counter() - started
-            return result
-
-    def set_drafting(self, is_on: bool) -> None:
-        """Draft tokens or not, between calls; a model without a proposer never does."""
-        if is_on != (self.proposer is not None):
-            self.proposer, self._unused_proposer = self._unused_proposer, self.proposer
-            if self.proposer is not None:
-                self.proposer.reset()  # it was not told which rows have left
-
-    def force_answer(self, answer: Sequence[int]) -> None:
-        """Give every row these tokens from now on, whatever is sampled: for measurements; if empty, their own."""
-        own = Sampler(self.plan.config.model_config.logprobs_mode, self.backend)
-        self.sampler = ForcedSampler(own, answer) if answer else own
-
-    @library_defaults()
-    def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:
-        """Replace the custom processors, between steps; the new ones get the batch's rows as added."""
-        self.processors.set_custom(classes, self.batch.added_rows())
-
-    @library_defaults()
-    def apply_model(self, function: Callable[[torch.nn.Module], R]) -> R:
-        """`function(model)`. It may change the model: recorded steps are dropped. Layers made in it have kernels."""
-        try:
-            with torch.no_grad(), constructing(self.plan, self.platform):
-                return function(self.model)
-        finally:
-            weights_changed(self.model)
-            if self.recorded is not None:
-                self.recorded = self._new_recorded()
-
-    def check_adapter(self, path: str) -> str:
-        """The digest of an adapter's files.
-
-        Raises:
-            ValidationError: `enable_lora` is off. CheckpointError: the adapter cannot be used with this model.
-        """
-        if self.adapters is None:
-            raise ValidationError(
-                "lora_request needs LLM(..., enable_lora=True).", parameter="lora_request", value=path
-            )
-        return self.adapters.check(path)
-
-    def end_call(self) -> None:
-        """Release what is held only during a call."""
-        self.processors.end_call()
-
-    def reset(self) -> None:
-        """Remove every batch row and reset the processors, after a failed step."""
-        self.batch.clear()
-        self.processors.forget_rows()
-        if self.pooler is not None:
-            self.pooler.forget()
-        if self.proposer is not None:
-            self.proposer.reset()
-
-    @library_defaults()
-    def close(self) -> None:
-        """Free weights and caches even while they are referenced, as by the traceback of the last error."""
-        self.set_drafting(True)
-        if self.proposer is not None:
-            self.proposer.close()
-        if self.adapters is not None:
-            self.adapters.close()
-        states = [tensor for state in self.states for tensor in state]
-        modules = [self.model] if self.head is None else [self.model, self.head]
-        weights = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        for tensor in (*weights, *states):
-            tensor.data = torch.empty(0, device=tensor.device)
-        self.model = self.head = self.recorded = self.proposer = self.pooler = self.adapters = None
-        self.states = []
-        self.backend.clear()
-        self.platform.release_memory()
-
-    # --- Rows of its caches, between steps. ---
-
-    def cache_parts(self) -> list[CachePart]:
-        """Every tensor of every state; see `CacheRows`."""
-        return self._cache_rows.parts()
-
-    def read_cache(self, part: int, rows: Sequence[int]) -> torch.Tensor:
-        """A copy of these blocks or slots, [rows, *shape]; `part` counts the tensors as `cache_parts` does."""
-        return self._cache_rows.read(part, rows)
-
-    def write_cache(self, part: int, rows: Sequence[int], values: torch.Tensor) -> None:
-        """Set these blocks or slots."""
-        self._cache_rows.write(part, rows, values)
-
-    # --- Queries about the model. ---
-
-    def describe(self) -> Explanation:
-        """What computes the model's layers, and why."""
-        return explain_runner(type(self), self.platform, self.model, self.plan.config, self.offloaded)
-
-    def layer_reports(self) -> list[LayerReport]:
-        """Every layer with a weight, in the model's order."""
-        return layer_reports(self.model, self.plan.config.model_config.weight_dtype)
-
-    def save(self, path: str | Path, format: str) -> Path:
-        """See `LLM.save_quantized`."""
-        from llm.quantize.save import save_quantized
-
-        if isinstance(self.plan.source, GgufSource):
-            raise LLMError(f"{self.plan.source.path} is in GGUF already, and is not written in another format.")
-        return save_quantized(self.model, self.targets, self.plan.source.folder, self.plan.hf_config, path, format)
-
-    def cost(self) -> ModelCost:
-        """What a step reads and computes."""
-        return count_model(self.model, self.plan.config.cache_config.kv_cache_dtype, self.plan.kv_cache_specs)
-
-    def start_profile(self) -> None:
-        """Start timing every operation."""
-        self._profile = RunnerProfile(self, self.plan.config.cache_config.kv_cache_dtype)
-
-    def stop_profile(self) -> list[ProfileRow]:
-        """The table of exclusive times since `start_profile`."""
-        rows = self._profile.stop()
-        del self._profile
-        return rows
-
-    def start_observing(self) -> None:
-        """Start collecting statistics of each linear layer's inputs."""
-        self._observer = InputObserver(self.model, self.platform.device)
-
-    def stop_observing(self) -> dict[str, ActivationStatistics]:
-        """Statistics of each linear layer's inputs since `start_observing`, by dotted path."""
-        statistics = self._observer.stop()
-        del self._observer
-        return statistics
-
-    def start_counting_experts(self) -> None:
-        """From now on count the tokens of each expert."""
-        self._counter = ExpertCounter(self.model)
-
-    def stop_counting_experts(self) -> dict[str, list[int]]:
-        """Tokens by expert since `start_counting_experts`, by the path of the layer; {}: there are no experts."""
-        counts = self._counter.stop()
-        del self._counter
-        return counts
-
-    def start_capturing(self, names: Sequence[str], limit_bytes: int) -> list[str]:
-        """Start keeping inputs and outputs of linear layers, for `take_captured` after each step.
-
-        Returns the captured layers: the first of `names` that together need at most `limit_bytes` per step.
-        """
-        tokens = self.plan.config.scheduler_config.max_num_batched_tokens
-        self._capture = LayerCapture(self.model, names, tokens, limit_bytes)
-        return self._capture.names
-
-    def take_captured(self) -> Captured:
-        """(input, output) of each captured layer since the last call."""
-        return self._capture.take()
-
-    def stop_capturing(self) -> None:
-        self._capture.stop()
-        del self._capture
-
-    @library_defaults()
-    def layer_noise(self, captured: Captured) -> dict[str, tuple[float, float]]:
-        """Per layer: (sum of squares of the captured outputs, of this model's errors on the captured inputs)."""
-        with self.platform.inference_mode():
-            return layer_noise(self.model, captured)
-
-    # --- What a platform's runner may override. ---
-
-    def place_model(self, model: Any) -> Any:
-        """Move the model, whose weights are loaded and processed in CPU memory, to the platform's device."""
-        device = self.platform.device
-        return model if device.type == "cpu" else model.to(device)
-
-    def allocate_kv_caches(
-        self, specs: Sequence[PagedSpec], num_blocks: int, block_size: int
-    ) -> list[tuple[torch.Tensor, ...]]:
-        """The tensors of each paged state, in the attention backend's layout; called once, and again for a head."""
-
-        def shapes(spec: KVCacheSpec, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-            backend = attention_backend(self.platform, spec.head_size)
-            return backend.kv_cache_shapes(self.platform, spec, num_blocks, block_size)
-
-        return allocate_kv_caches(specs, num_blocks, block_size, shapes, self.backend)
+    def _allocate_states(self, specs: Sequence[StateSpec], cache: CacheConfig) -> list[tuple[torch.Tensor, ...]]:
+        paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
+        recurrent = [spec for spec in specs if isinstance(spec, RecurrentSpec)]
+        config, blocks, size = self.plan.config.speculative_config, cache.num_blocks + 1, cache.block_size
+        own = own_blocks(config.num_speculative_tokens, size) if config is not None and config.has_head else 0
+        last = len(paged) - (own > 0)
+        tensors = self.allocate_kv_caches(paged[:last], blocks, size)
+        if own:
+            tensors += self.allocate_kv_caches(paged[last:], blocks + own, size)
+        in_blocks = iter(tensors)
+        slots = cache.num_state_slots + cache.num_state_snapshots
+        in_slots = iter(allocate_recurrent_states(recurrent, slots + 1, self.backend))
+        return [next(in_blocks if isinstance(spec, PagedSpec) else in_slots) for spec in specs]
 
     def _make_head(self, config: SpeculativeConfig) -> HeadSource:
         """What drafts with the model's head, or one with a checkpoint of its own; it has the last of the states."""
@@ -397,53 +440,6 @@ class ModelRunner:
             )
         most = config.num_speculative_tokens
         return HeadSource(head, self.sampler, self.backend.upload, most, f"of the {config.method} head")
-
-    def _allocate_states(self, specs: Sequence[StateSpec], cache: CacheConfig) -> list[tuple[torch.Tensor, ...]]:
-        paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
-        recurrent = [spec for spec in specs if isinstance(spec, RecurrentSpec)]
-        config, blocks, size = self.plan.config.speculative_config, cache.num_blocks + 1, cache.block_size
-        own = own_blocks(config.num_speculative_tokens, size) if config is not None and config.has_head else 0
-        last = len(paged) - (own > 0)
-        tensors = self.allocate_kv_caches(paged[:last], blocks, size)
-        if own:
-            tensors += self.allocate_kv_caches(paged[last:], blocks + own, size)
-        in_blocks = iter(tensors)
-        slots = cache.num_state_slots + cache.num_state_snapshots
-        in_slots = iter(allocate_recurrent_states(recurrent, slots + 1, self.backend))
-        return [next(in_blocks if isinstance(spec, PagedSpec) else in_slots) for spec in specs]
-
-    def _copy_states(self, slots: Iterable[tuple[int, int]]) -> None:
-        """Copy all recurrent states of a slot to another; (from, to) pairs."""
-        for source, target in slots:
-            for state, group in zip(self.states, self._group_of_state, strict=True):
-                for tensor in state if group == SLOTS else ():
-                    tensor[target] = tensor[source]
-
-    def prepare_batch(self, step: StepInput) -> ForwardBatch:
-        """The step's batch, with each state and the metadata of its group."""
-        batch = step.forward_batch
-        by_group = batch.metadata
-        batch.metadata = [by_group[group] for group in self._group_of_state]
-        batch.states = self.states
-        return batch
-
-    def extend_context(self, batch: ForwardBatch, plan: SchedulerOutput) -> None:
-        """Set `batch.extensions` to what the platform's layers and attention backend need for the step."""
-
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [N, H] of the step's tokens; the next step may overwrite them."""
-        reads_experts = batch.adapter_ids is not None and self.adapters is not None and self.adapters.change_experts
-        hidden = None if self.recorded is None or reads_experts else self.recorded.run(batch)
-        if hidden is not None:
-            return hidden
-        return self.model.forward(batch) if self.adapters is None else self._compute(batch)
-
-    def _compute(self, batch: ForwardBatch) -> torch.Tensor:
-        """`model.forward`; its layers read the batch's adapters meanwhile."""
-        forward: Callable[[ForwardBatch], torch.Tensor] = self.model.forward
-        if self.adapters is None:
-            return forward(batch)
-        return self.adapters.compute(lambda: forward(batch), batch.adapter_ids)
 
     def _may_record(self, config: EngineConfig) -> bool:
         """Whether steps may be recorded with these arguments."""
@@ -464,6 +460,8 @@ class ModelRunner:
             rolls_back=all_roll_back(self.plan.kv_cache_specs),
         )
 
+    # --- Parts of a step. ---
+
     def _load_adapters(self, plan: SchedulerOutput) -> None:
         """Load the adapters of new rows. Recorded steps read the matrices that were there, so they are dropped."""
         for row in plan.new_rows:
@@ -472,9 +470,42 @@ class ModelRunner:
             if self.adapters.load(row.adapter_slot, row.adapter) and self.recorded is not None:
                 self.recorded = self._new_recorded()
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, H] -> float32 [rows, vocab]."""
-        return self.model.compute_logits(hidden)
+    def _copy_states(self, slots: Iterable[tuple[int, int]]) -> None:
+        """Copy all recurrent states of a slot to another; (from, to) pairs."""
+        for source, target in slots:
+            for state, group in zip(self.states, self._group_of_state, strict=True):
+                for tensor in state if group == SLOTS else ():
+                    tensor[target] = tensor[source]
+
+    def _compute(self, batch: ForwardBatch) -> torch.Tensor:
+        """`model.forward`; its layers read the batch's adapters meanwhile."""
+        forward: Callable[[ForwardBatch], torch.Tensor] = self.model.forward
+        if self.adapters is None:
+            return forward(batch)
+        return self.adapters.compute(lambda: forward(batch), batch.adapter_ids)
+
+    def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
+        """Sample and score the step's logit rows from the hidden states [N, H]."""
+        reader = LogitRowReader(
+            *(self.batch, self.sampler, self.processors, self._logits_of, self._logit_rows_at_once), self._scores
+        )
+        if step.logit_rows.num_sampled < len(hidden):  # otherwise these are all, in order
+            hidden = self.backend.op("select_rows")(hidden, step.forward_batch.logits_indices)
+        reader.read(hidden, step.logit_rows, result)
+        self.batch.settle(step)
+
+    def _logits_of(self, hidden: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+        """`compute_logits` of logit rows of these batch rows."""
+        if self.adapters is None:
+            return self.compute_logits(hidden)
+        with self.adapters.logit_rows.of(self.batch.adapters_of(rows)):
+            return self.compute_logits(hidden)
+
+    def _scores(self, hidden: torch.Tensor) -> Scores | None:
+        """What a recorded step gives in place of `compute_logits`; None: it was not recorded, or is patched."""
+        if self.recorded is None or "compute_logits" in vars(self.model):
+            return None
+        return self.recorded.scores(hidden)
 
     def _pool(self, pooler: Pooler, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
         """Pool the hidden states [N, H] of the step's rows; those whose last token was computed have a result."""
@@ -490,29 +521,6 @@ class ModelRunner:
                 finished[batch.request_ids[row]] = own
         result.pooled = pooler.finish(finished)
         batch.settle(step)
-
-    def _logits_of(self, hidden: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-        """`compute_logits` of logit rows of these batch rows."""
-        if self.adapters is None:
-            return self.compute_logits(hidden)
-        with self.adapters.logit_rows.of(self.batch.adapters_of(rows)):
-            return self.compute_logits(hidden)
-
-    def _scores(self, hidden: torch.Tensor) -> Scores | None:
-        """What a recorded step gives in place of `compute_logits`; None: it was not recorded, or is patched."""
-        if self.recorded is None or "compute_logits" in vars(self.model):
-            return None
-        return self.recorded.scores(hidden)
-
-    def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
-        """Sample and score the step's logit rows from the hidden states [N, H]."""
-        reader = LogitRowReader(
-            *(self.batch, self.sampler, self.processors, self._logits_of, self._logit_rows_at_once), self._scores
-        )
-        if step.logit_rows.num_sampled < len(hidden):  # otherwise these are all, in order
-            hidden = self.backend.op("select_rows")(hidden, step.forward_batch.logits_indices)
-        reader.read(hidden, step.logit_rows, result)
-        self.batch.settle(step)
 
 
 def weight_file(plan: RunnerPlan, platform: Platform) -> WeightFile | None:

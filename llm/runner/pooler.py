@@ -1,7 +1,7 @@
 """Pooling: from a prompt's hidden states to one vector, to its class logits, or to a vector per token.
 
-Owns the plan of it (`PoolingPlan`), and the sums of prompts that are computed in several chunks. Every number depends
-on its own prompt alone: sums are float64 and go token by token, matrices are multiplied by the model's kernels.
+Prompts may be computed in several chunks. Every number depends on its own prompt alone: sums are float64 and go token
+by token, matrices are multiplied by the model's kernels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The time of each operation of a live runner.
 
-Owns the instruments. While a profile runs, the operations of the runner's model are patched; afterwards the patches are
+While a profile runs, the operations of the runner's model are patched; afterwards the patches are
 removed. Patched are each layer's `quant_method.apply`, `CustomOp`s, attention backends and all other modules without
 children. Time that a model spends elsewhere is "between operations". A patch costs about a microsecond per call. On a
 device that computes asynchronously the times would be those of launches.

@@ -1,9 +1,9 @@
 """Drafts from a smaller model with the same tokenizer.
 
-Owns that model's runner and scheduler. To draft for a row is to generate a few tokens of it: the tokens that the two
-models share are in the smaller one's prefix cache, wrong drafts are never found there, and the least recently used
-blocks are freed. It draws with the row's own parameters, seed and positions, so that at any temperature similar
-distributions give the same token.
+That model has a runner and a scheduler of its own. To draft for a row is to generate a few tokens of it: the tokens
+that the two models share are in the smaller one's prefix cache, wrong drafts are never found there, and the least
+recently used blocks are freed. It draws with the row's own parameters, seed and positions, so that at any temperature
+similar distributions give the same token.
 """
 
 from __future__ import annotations

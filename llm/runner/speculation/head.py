@@ -3,7 +3,7 @@
 A head has one layer. At position p it takes what the target computed there and the token at p + 1, and predicts the
 token at p + 2; for a token further it takes its own result in place of the target's.
 
-Owns what the head has computed of each row, and what waits to be: a step that drafts nothing only keeps the target's
+A step that drafts nothing only keeps the target's
 hidden states, and the head computes many positions in one pass. Its keys and values are in blocks of the row, which the
 scheduler shares and frees as it does the target's, and those of drafts also in blocks of its own behind these. So after
 a hit in the prefix cache they are there, but for positions that waited when the request that computed them ended; and

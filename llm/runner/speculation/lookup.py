@@ -1,7 +1,8 @@
-"""Where the last tokens of a sequence occurred before.
+"""Drafts from what is known without a model: what followed the last tokens before, and what a grammar forces.
 
-Owns a suffix automaton: the smallest automaton of all substrings, grown token by token (Blumer et al., "The smallest
-automaton recognizing the subwords of a text", 1985). A token costs constant time on average, however long the sequence.
+The first are found by a suffix automaton: the smallest automaton of all substrings, grown token by token (Blumer et
+al., "The smallest automaton recognizing the subwords of a text", 1985). A token costs constant time on average, however
+long the sequence. A grammar may allow forced text in other pieces than the drafted ones, so they are verified like any.
 """
 
 from __future__ import annotations
@@ -12,6 +13,96 @@ from typing import Any
 
 from llm.runner.batch import InputBatch
 from llm.runner.speculation.proposer import Offer, Source
+
+
+class NgramSource(Source):
+    """Args:
+    shortest: length of the shortest repeated suffix that is continued.
+    """
+
+    def __init__(self, shortest: int) -> None:
+        self._shortest = shortest
+        self._automata: dict[str, SuffixAutomaton] = {}
+
+    def offer(self, batch: InputBatch, row: int, most: int) -> Offer | None:
+        automaton = self._automata.get(batch.request_ids[row])
+        if automaton is None:
+            automaton = self._automata[batch.request_ids[row]] = SuffixAutomaton()
+        for token in batch.token_ids[row, automaton.size : batch.num_tokens[row]].tolist():
+            automaton.push(token)
+        length = automaton.repeat_length
+        if length < self._shortest:
+            return None
+        # Long repeats go on more often than short ones.
+        return Offer(most, f"repeat of {'2 or 3' if length < 4 else '4 to 7' if length < 8 else '8 or more'}")
+
+    def draft(self, batch: InputBatch, counts: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+        return {row: self._continue(batch, row, count) for row, count in counts.items()}
+
+    def forget(self, request_id: str) -> None:
+        self._automata.pop(request_id, None)
+
+    def reset(self) -> None:
+        self._automata.clear()
+
+    def _continue(self, batch: InputBatch, row: int, count: int) -> list[int]:
+        """The `count` tokens after the earlier occurrence; where they reach the last token, they repeat from there."""
+        start = self._automata[batch.request_ids[row]].repeat_end + 1
+        size = int(batch.num_tokens[row])
+        tokens: list[int] = batch.token_ids[row, start : min(size, start + count)].tolist()
+        while len(tokens) < count:
+            tokens.append(tokens[len(tokens) - (size - start)])
+        return tokens
+
+
+class ForcedSource(Source):
+    """Rows with a structure that llguidance computes. Each has a matcher of its own, besides the one of its masks."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, _GrammarState] = {}
+
+    def offer(self, batch: InputBatch, row: int, most: int) -> Offer | None:
+        structure = batch.params[row].structure
+        if structure is None or structure.grammar is None:
+            return None
+        name = batch.request_ids[row]
+        answer = self._answers.get(name)
+        if answer is None:
+            answer = self._answers[name] = _GrammarState(structure.matcher())
+        _advance(answer, batch.output_token_ids[row])
+        return Offer(min(most, len(answer.forced)), "forced by the grammar") if answer.forced else None
+
+    def draft(self, batch: InputBatch, counts: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+        return {row: self._answers[batch.request_ids[row]].forced[:count] for row, count in counts.items()}
+
+    def forget(self, request_id: str) -> None:
+        self._answers.pop(request_id, None)
+
+    def reset(self) -> None:
+        self._answers.clear()
+
+
+@dataclass
+class _GrammarState:
+    """An answer that grows; `read` of its tokens are consumed by the `matcher`, None once it has failed."""
+
+    matcher: Any
+    read: int = 0
+    forced: list[int] = field(default_factory=list)
+
+
+def _advance(answer: _GrammarState, output: Sequence[int]) -> None:
+    """Read the new tokens; where the matcher is at one of its limits or the answer has ended, nothing is forced."""
+    new, answer.read = output[answer.read :], len(output)
+    if not new and answer.read:
+        return
+    answer.forced = []
+    if answer.matcher is None:
+        return
+    if answer.matcher.try_consume_tokens(list(new)) < len(new) or answer.matcher.is_error():
+        answer.matcher = None
+    elif not answer.matcher.is_stopped():
+        answer.forced = answer.matcher.compute_ff_tokens()
 
 
 class SuffixAutomaton:
@@ -72,93 +163,3 @@ class SuffixAutomaton:
         self._length.append(length)
         self._end.append(end)
         return len(self._link) - 1
-
-
-class NgramSource(Source):
-    """Args:
-    shortest: length of the shortest repeated suffix that is continued.
-    """
-
-    def __init__(self, shortest: int) -> None:
-        self._shortest = shortest
-        self._automata: dict[str, SuffixAutomaton] = {}
-
-    def offer(self, batch: InputBatch, row: int, most: int) -> Offer | None:
-        automaton = self._automata.get(batch.request_ids[row])
-        if automaton is None:
-            automaton = self._automata[batch.request_ids[row]] = SuffixAutomaton()
-        for token in batch.token_ids[row, automaton.size : batch.num_tokens[row]].tolist():
-            automaton.push(token)
-        length = automaton.repeat_length
-        if length < self._shortest:
-            return None
-        # Long repeats go on more often than short ones.
-        return Offer(most, f"repeat of {'2 or 3' if length < 4 else '4 to 7' if length < 8 else '8 or more'}")
-
-    def draft(self, batch: InputBatch, counts: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
-        return {row: self._continue(batch, row, count) for row, count in counts.items()}
-
-    def forget(self, request_id: str) -> None:
-        self._automata.pop(request_id, None)
-
-    def reset(self) -> None:
-        self._automata.clear()
-
-    def _continue(self, batch: InputBatch, row: int, count: int) -> list[int]:
-        """The `count` tokens after the earlier occurrence; where they reach the last token, they repeat from there."""
-        start = self._automata[batch.request_ids[row]].repeat_end + 1
-        size = int(batch.num_tokens[row])
-        tokens: list[int] = batch.token_ids[row, start : min(size, start + count)].tolist()
-        while len(tokens) < count:
-            tokens.append(tokens[len(tokens) - (size - start)])
-        return tokens
-
-
-@dataclass
-class _GrammarState:
-    """An answer that grows; `read` of its tokens are consumed by the `matcher`, None once it has failed."""
-
-    matcher: Any
-    read: int = 0
-    forced: list[int] = field(default_factory=list)
-
-
-class ForcedSource(Source):
-    """Rows with a structure that llguidance computes. Each has a matcher of its own, besides the one of its masks."""
-
-    def __init__(self) -> None:
-        self._answers: dict[str, _GrammarState] = {}
-
-    def offer(self, batch: InputBatch, row: int, most: int) -> Offer | None:
-        structure = batch.params[row].structure
-        if structure is None or structure.grammar is None:
-            return None
-        name = batch.request_ids[row]
-        answer = self._answers.get(name)
-        if answer is None:
-            answer = self._answers[name] = _GrammarState(structure.matcher())
-        _advance(answer, batch.output_token_ids[row])
-        return Offer(min(most, len(answer.forced)), "forced by the grammar") if answer.forced else None
-
-    def draft(self, batch: InputBatch, counts: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
-        return {row: self._answers[batch.request_ids[row]].forced[:count] for row, count in counts.items()}
-
-    def forget(self, request_id: str) -> None:
-        self._answers.pop(request_id, None)
-
-    def reset(self) -> None:
-        self._answers.clear()
-
-
-def _advance(answer: _GrammarState, output: Sequence[int]) -> None:
-    """Read the new tokens; where the matcher is at one of its limits or the answer has ended, nothing is forced."""
-    new, answer.read = output[answer.read :], len(output)
-    if not new and answer.read:
-        return
-    answer.forced = []
-    if answer.matcher is None:
-        return
-    if answer.matcher.try_consume_tokens(list(new)) < len(new) or answer.matcher.is_error():
-        answer.matcher = None
-    elif not answer.matcher.is_stopped():
-        answer.forced = answer.matcher.compute_ff_tokens()

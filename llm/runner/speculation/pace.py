@@ -1,7 +1,7 @@
 """How many tokens to draft for each row, from the times of past steps and the drafts accepted so far.
 
-Owns two estimates: the time of a step by its number of logit rows, and the chance that a row accepts a draft of a kind.
-Both are measured while the engine works. They decide only how fast an answer comes.
+The time of a step by its number of logit rows, and the chance that a row accepts a draft of a kind, are measured while
+the engine works. They decide only how fast an answer comes.
 """
 
 from __future__ import annotations

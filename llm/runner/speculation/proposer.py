@@ -1,4 +1,4 @@
-"""The interface of a proposer, which drafts tokens for the runner to verify.
+"""The interfaces of a proposer, which drafts tokens for the runner to verify, and of this library's sources of drafts.
 
 A proposer belongs to the runner and lives in its process. It may have weights and a KV cache on the device (a draft
 model), read the hidden states that the step has just computed (multi-token prediction, EAGLE), or look at the tokens

@@ -1,7 +1,5 @@
-"""The proposer of this library: asks its sources what they can draft, and drafts what pays.
-
-Owns the order of the sources, and following what became of their drafts.
-"""
+"""The proposer of this library: asks its sources what they can draft, drafts what pays, and follows what became of
+it."""
 
 from __future__ import annotations
 
