@@ -162,7 +162,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "llm.sampling.logits_processors.builtin": (
             "LogitBiasLogitsProcessor MinPLogitsProcessor MinTokensLogitsProcessor"
         ),
-        "llm.sampling.logits_processors.state": "process_dict_updates",
+        "llm.sampling.logits_processors.interface": "process_dict_updates",
     },
     "llm.v1.sample.logits_processor.interface": {
         "llm.sampling.logits_processors.interface": (
@@ -170,7 +170,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "llm.v1.sample.logits_processor.state": {
-        "llm.sampling.logits_processors.state": "BatchUpdateBuilder",
+        "llm.sampling.logits_processors.interface": "BatchUpdateBuilder",
     },
 }
 

@@ -338,7 +338,7 @@ class EngineArgs:
     logprobs_mode: str = "raw_logprobs"
     num_threads: int | None = None
     offload_weights: bool | None = None
-    logits_processors: object = None  # loaded by `llm.sampling.logits_processors.loading`
+    logits_processors: object = None  # loaded by `llm.sampling.logits_processors.pipeline`
     reasoning_config: object = None  # read by `ReasoningConfig.of`
     speculative_config: object = "auto"  # read by `SpeculativeConfig.of`
     runner: str = "auto"

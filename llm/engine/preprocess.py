@@ -21,9 +21,8 @@ from llm.inputs import TokensPrompt
 from llm.replies.choice import ToolChoice
 from llm.replies.history import readable, tools_as_text, with_text
 from llm.replies.reader import ReplyReader
-from llm.sampling.logits_processors.interface import LogitsProcessor
-from llm.sampling.logits_processors.request import check_request_processors
-from llm.sampling.logits_processors.thinking import find_thinking_ids
+from llm.sampling.logits_processors.builtin import find_thinking_ids
+from llm.sampling.logits_processors.interface import LogitsProcessor, check_request_processors
 from llm.sampling.structured.compile import StructureCompiler
 from llm.sampling.structured.structure import Structure, Vocabulary
 from llm.sampling_params import SamplingParams, StructuredOutputsParams

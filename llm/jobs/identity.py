@@ -30,7 +30,7 @@ from llm.loading.resolve import resolve_folder
 from llm.loading.source import ModelSource
 from llm.output_formats import params_as_json, plain
 from llm.sampling.logits_processors.interface import LogitsProcessor
-from llm.sampling.logits_processors.loading import qualified_name
+from llm.sampling.logits_processors.pipeline import qualified_name
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ import torch
 
 from llm.engine.step import NewRow, PoolingRow, SchedulerOutput
 from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
-from llm.sampling.logits_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality
-from llm.sampling.logits_processors.state import BatchUpdateBuilder
+from llm.sampling.logits_processors.interface import AddedRequest, BatchUpdate, BatchUpdateBuilder, MoveDirectionality
 from llm.sampling.sampler import SamplingRows
 from llm.sampling_params import SamplingParams
 

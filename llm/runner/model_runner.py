@@ -66,10 +66,9 @@ from llm.runner.recorded import RecordedSteps, Scores
 from llm.runner.speculation.head import HeadSource, PlacedHead, own_blocks
 from llm.runner.speculation.proposer import Proposer, propose
 from llm.runner.speculation.speculator import make_proposer
-from llm.sampling.forced import ForcedSampler
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
-from llm.sampling.sampler import Sampler
+from llm.sampling.sampler import ForcedSampler, Sampler
 
 R = TypeVar("R")
 # Logits are computed for as many logit rows at a time as fit in this many bytes.

@@ -22,7 +22,8 @@ or one is NaN), or if its own processor raised.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -31,10 +32,9 @@ import torch
 from llm.errors import SamplingError
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import REFERENCE
-from llm.sampling.draw import draw_rows
+from llm.sampling.draw import draw_rows, uniform
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, gather_logprobs, select_lines
-from llm.sampling.philox import uniform
 from llm.sampling_params import MIN_TEMPERATURE, SamplingParams
 
 _INT64_MAX = 2**63 - 1
@@ -256,3 +256,27 @@ def _index(lines: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 
 _ALL_BARRED = "no token is left to draw: the parameters or processors of this request give every token a logit of -inf."
 _NAN = "a logit is NaN, of the model or of a logits processor, so no token can be drawn."
+
+
+class ForcedSampler(Sampler):
+    """Computes tokens as `sampler` does, and replaces each by that of `answer` at its place."""
+
+    def __init__(self, sampler: Sampler, answer: Sequence[int]) -> None:
+        super().__init__(sampler.logprobs_mode, sampler.backend)
+        self._answer = np.array(answer, dtype=np.int64)
+
+    def likeliest(self, largest: torch.Tensor, tokens: torch.Tensor, params: SamplingRows) -> None:
+        """None: tokens are replaced."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        params: SamplingRows,
+        rows: np.ndarray,
+        outputs: np.ndarray,
+        processors: LogitsProcessors | None = None,
+        batch_size: int = 0,
+    ) -> SamplerOutput:
+        found = super().__call__(logits, params, rows, outputs, processors, batch_size)
+        forced = self._answer[np.minimum(outputs, len(self._answer) - 1)]
+        return replace(found, tokens=torch.from_numpy(forced).to(found.tokens.device))

@@ -20,7 +20,7 @@ from llm.platforms import Platform, select_platform
 from llm.plugins import load_class, load_general_plugins
 from llm.quantization.configs.online import OnlineConfig
 from llm.runner.model_runner import ModelRunner
-from llm.sampling.logits_processors.loading import load_logits_processors
+from llm.sampling.logits_processors.pipeline import load_logits_processors
 from llm.sampling_params import SamplingParams
 from llm.setup.drafts import draft_args, eagle3_args, read_eagle3, with_draft, with_eagle3
 from llm.setup.extensions import (

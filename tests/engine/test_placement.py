@@ -19,8 +19,8 @@ from llm.kernels.reference.backend import pytorch
 from llm.layers.attention import PagedAttention
 from llm.sampling import sampler
 from llm.sampling.logits_processors import builtin, interface
+from llm.sampling.logits_processors.builtin import PenaltiesLogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
-from llm.sampling.penalties import PenaltiesLogitsProcessor
 from llm.sampling_params import StructuredOutputsParams
 
 PROMPTS = [[5, 300, 301, 17], [7, 8], [9], list(range(100, 141)), [11, 12, 13], [20, 21]]

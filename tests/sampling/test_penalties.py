@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm.config import SchedulerConfig
-from llm.sampling import penalties
 from llm.sampling.logits_processors import BatchUpdate, LogitsProcessor, MoveDirectionality
+from llm.sampling.logits_processors import builtin as penalties
 from llm.sampling.logits_processors.builtin import (
     AllowedTokensLogitsProcessor,
     BadWordsLogitsProcessor,
     LogitBiasLogitsProcessor,
     MinPLogitsProcessor,
     MinTokensLogitsProcessor,
+    PenaltiesLogitsProcessor,
 )
-from llm.sampling.penalties import PenaltiesLogitsProcessor
 from llm.sampling_params import SamplingParams
 
 VOCAB = 23

@@ -24,11 +24,10 @@ from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import REFERENCE
 from llm.sampling import draw as draw_module
 from llm.sampling import sampler as sampler_module
-from llm.sampling.draw import draw_rows
+from llm.sampling.draw import draw_rows, philox4x32, uniform
 from llm.sampling.logits_processors.interface import BatchUpdate
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.logprobs import MODES, NO_LOGPROBS, TokenLogprobs, gather_logprobs
-from llm.sampling.philox import philox4x32, uniform
 from llm.sampling.sampler import Sampler, SamplerOutput, SamplingRows
 from llm.sampling_params import SamplingParams
 
@@ -86,7 +85,7 @@ def test_uniform_is_in_the_half_open_interval_and_every_part_of_the_key_counts(
 
 def test_the_largest_uniform_is_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = np.full((1, 4), 0xFFFFFFFF, dtype=np.uint32)
-    monkeypatch.setattr("llm.sampling.philox.philox4x32", lambda counter, key: largest)
+    monkeypatch.setattr("llm.sampling.draw.philox4x32", lambda counter, key: largest)
     assert draw_uniform(0, 0, 0) == 1.0 - 2.0**-53
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
 from llm.config import ReasoningConfig
-from llm.sampling.logits_processors.thinking import Section
+from llm.sampling.logits_processors.builtin import Section
 
 START_TEXT, END_TEXT = " the LORD", " Amen. And"
 REASONING = {"reasoning_start_str": START_TEXT, "reasoning_end_str": END_TEXT}

@@ -1,16 +1,18 @@
 """Logits processors: the interface, the built-in ones, adapters for request-level callables, and loading."""
 
-from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
-from llm.sampling.logits_processors.extra import EndThinkingLogitsProcessor, NoRepeatNGramLogitsProcessor
+from llm.sampling.logits_processors.builtin import EndThinkingLogitsProcessor, NoRepeatNGramLogitsProcessor
 from llm.sampling.logits_processors.interface import (
+    AdapterLogitsProcessor,
     AddedRequest,
     BatchUpdate,
+    BatchUpdateBuilder,
     LogitsProcessor,
     MoveDirectionality,
     MovedRequest,
     RemovedRequest,
+    RequestLogitsProcessor,
+    process_dict_updates,
 )
-from llm.sampling.logits_processors.state import BatchUpdateBuilder, process_dict_updates
 
 __all__ = [
     "AdapterLogitsProcessor",

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from llm.sampling.logits_processors.interface import BatchUpdate, LogitsProcessor
-from llm.sampling.logits_processors.state import process_dict_updates
+from llm.sampling.logits_processors.interface import BatchUpdate, LogitsProcessor, process_dict_updates
 from llm.sampling.structured.structure import Answer, Structure
 from llm.sampling_params import SamplingParams
 

@@ -20,8 +20,7 @@ from llm.base.types import JsonObject
 from llm.config.engine import SchedulerConfig
 from llm.kernels.select import backend_for
 from llm.platforms import select_platform
-from llm.sampling.logits_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
-from llm.sampling.logits_processors.interface import BatchUpdate
+from llm.sampling.logits_processors.interface import AdapterLogitsProcessor, BatchUpdate, RequestLogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.sampler import Sampler, SamplingRows
 from llm.sampling_params import SamplingParams
