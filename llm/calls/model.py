@@ -20,7 +20,7 @@ from llm.inputs import PromptType
 from llm.loading.resolve import resolve_folder
 from llm.loading.source import FolderSource
 from llm.sampling.logits_processors.interface import LogitsProcessor
-from llm.sampling.logits_processors.loading import load_logits_processor, qualified_name
+from llm.sampling.logits_processors.pipeline import load_logits_processor, qualified_name
 
 if TYPE_CHECKING:
     from llm.llm import LLM

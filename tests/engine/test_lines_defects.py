@@ -18,7 +18,7 @@ from llm.engine.scheduler import Scheduler
 from llm.runner import logit_rows as lines
 from llm.runner.batch import InputBatch
 from llm.runner.logit_rows import LogitRowReader
-from llm.sampling.penalties import PenaltiesLogitsProcessor
+from llm.sampling.logits_processors.builtin import PenaltiesLogitsProcessor
 from llm.sampling.structured.processor import StructuredOutputsLogitsProcessor
 
 
