@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import nn
@@ -23,6 +23,14 @@ from llm.quantization.unquantized import UnquantizedLinearMethod, fill_rows, new
 
 _PACKED_GEMM = PackedLinearMethod.apply
 Output = torch.Tensor | tuple[torch.Tensor, nn.Parameter | None]
+
+
+class LayerArguments(TypedDict):
+    """The constructor arguments that all linear layers and embeddings of a model share."""
+
+    params_dtype: torch.dtype | None
+    quant_config: QuantizationConfig | None
+    tp: TensorParallel
 
 
 class LinearBase(PluggableLayer):

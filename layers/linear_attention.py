@@ -7,7 +7,6 @@ Classes have vLLM's names.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from llm.forward import ForwardBatch
 from llm.kernels.select import backend_of_construction
 from llm.layers.linear import (
     ColumnParallelLinear,
+    LayerArguments,
     MergedColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
@@ -30,14 +30,6 @@ from llm.quantization.unquantized import new_parameter
 
 # Queries, keys and values [N, 2 * keys + values], the gate [N, values], decay and beta [N, heads]: all linear.
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class _LayerArguments(TypedDict):
-    """The constructor arguments that all projections share."""
-
-    params_dtype: torch.dtype | None
-    quant_config: QuantizationConfig | None
-    tp: TensorParallel
 
 
 @dataclass(frozen=True)
@@ -106,7 +98,7 @@ class GatedDeltaNetAttention(DecayingLayer):
         super().__init__()
         self.heads, self.hidden_size, self.layer_index, self.beta_scale = heads, hidden_size, layer_index, beta_scale
         self.tp, self.prefix = tp, prefix
-        self._types: _LayerArguments = {"params_dtype": params_dtype, "quant_config": quant_config, "tp": tp}
+        self._types: LayerArguments = {"params_dtype": params_dtype, "quant_config": quant_config, "tp": tp}
         self.build_projections()
         self.conv1d = CausalConv1d(
             [heads.keys, heads.keys, heads.values], kernel_size, activation="silu", params_dtype=params_dtype, tp=tp

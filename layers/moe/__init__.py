@@ -1,8 +1,13 @@
-"""Mixtures of experts: the layer (`fused_moe.py`), how tokens choose (`router.py`), the arithmetic (`method.py`)."""
+"""Mixtures of experts: the layer and its arithmetic (`fused_moe.py`), how tokens choose (`router.py`)."""
 
-from llm.layers.moe.fused_moe import FusedMoE
-from llm.layers.moe.method import ExpertsMethod, UnquantizedFusedMoEMethod
-from llm.layers.moe.modular import FusedMoEExperts, FusedMoEModularMethod, FusedMoEPrepareAndFinalize
+from llm.layers.moe.fused_moe import (
+    ExpertsMethod,
+    FusedMoE,
+    FusedMoEExperts,
+    FusedMoEModularMethod,
+    FusedMoEPrepareAndFinalize,
+    UnquantizedFusedMoEMethod,
+)
 from llm.layers.moe.router import GateLinear, GroupedTopk, SparseMixer, TopKRouter
 from llm.layers.moe.transformers_moe import TransformersFusedMoE
 

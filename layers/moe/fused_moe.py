@@ -1,33 +1,46 @@
-"""The layer of experts: which weights it has, how tokens are given to them, and where results of ranks meet.
+"""The layer of experts: its weights, how tokens are given to them, what computes them, where results of ranks meet.
 
-Owns `FusedMoE`. Its children are `expert.py`'s, who goes where is `router.py`'s, the arithmetic `method.py`'s.
+`FusedMoE` has an `Expert` for each child; who goes where is `router.py`'s. A method computes them: one call of the
+operation `experts` with the weights of all, or three parts that can be swapped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from llm.base.checks import refuse
+from llm.base.construction import construction
 from llm.base.custom_op import CustomOp, replaced_class
-from llm.base.watch import Watch
-from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
-from llm.kernels.reference.experts import UNGATED
+from llm.base.watch import Patchable, Watch
+from llm.kernels.backend import Operations
+from llm.kernels.reference.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
+from llm.kernels.reference.experts import UNGATED, over_experts
 from llm.kernels.select import backend_of_construction
-from llm.kernels.weight import ExpertWeights
+from llm.kernels.weight import ExpertWeights, Weight
+from llm.layers.activation import GeluAndMul, ReLUSquaredActivation, SiluAndMul, SiluAndMulWithClamp
+from llm.layers.kernel_op import KernelOp
+from llm.layers.linear import (
+    ColumnParallelLinear,
+    LayerArguments,
+    LinearBase,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
 from llm.layers.lora import AdapterRows
-from llm.layers.moe.expert import ACTIVATIONS, FIRST_LAYER, Expert, together, weights_of
-from llm.layers.moe.method import OfTokens, UnquantizedFusedMoEMethod
 from llm.layers.moe.router import Routing, make_router
 from llm.layers.parallel import SINGLE, TensorParallel
-from llm.quantization.base import FusedMoEMethodBase, QuantizationConfig
+from llm.quantization.base import FusedMoEMethodBase, PackedLinearMethod, QuantizationConfig, WeightLoader
 
 # (hidden states, logits, top_k, renormalize) -> weights float32 [N, K], ids [N, K].
 RoutingFunction = Callable[[torch.Tensor, torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
 
+# Token indices -> the context in which an expert computes them.
+OfTokens = Callable[[torch.Tensor], AbstractContextManager[None]]
 
 # Names of an expert's matrices in vLLM's checkpoints of stacked weights, by those of the linear layers here.
 _STACKED = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj": ("w2", "w2")}
@@ -287,3 +300,212 @@ def _check(num_experts: int, top_k: int, activation: str, weight_on_input: bool)
         refuse("activation", activation, f"one of {', '.join(map(repr, ACTIVATIONS))}")
     if weight_on_input and top_k != 1:
         refuse("top_k", top_k, "1 with apply_router_weight_on_input")
+
+
+# As the operation `experts` names them; "swigluoai" has a limit.
+ACTIVATIONS: dict[str, Callable[[float], nn.Module]] = {
+    "silu": lambda limit: SiluAndMul(),
+    "gelu": lambda limit: GeluAndMul(),
+    "gelu_tanh": lambda limit: GeluAndMul("tanh"),
+    "swigluoai": lambda limit: SiluAndMulWithClamp(limit, alpha=SWIGLUOAI_ALPHA, beta=1.0),
+    "relu2_no_mul": lambda limit: ReLUSquaredActivation(),
+}
+# Whether there is a gate -> the name of the linear layer that reads what goes in.
+FIRST_LAYER = {True: "gate_up_proj", False: "up_proj"}
+
+
+class Expert(Patchable):
+    """One expert: down(act(gate(x)) * up(x)), of which a rank has its part of the channels between.
+
+    Names, shards and quantization are those of any linear layer. Called only where the operation `experts` is not.
+
+    Args:
+        is_gated: False: down(act(up(x))).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        act_fn: nn.Module,
+        *,
+        is_gated: bool = True,
+        bias: bool,
+        params_dtype: torch.dtype | None,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        types: LayerArguments = {"params_dtype": params_dtype, "quant_config": quant_config, "tp": tp}
+        self._first = FIRST_LAYER[is_gated]
+        path, inner = f"{prefix}.{self._first}", intermediate_size
+        if is_gated:
+            self.gate_up_proj = MergedColumnParallelLinear(
+                hidden_size, [inner, inner], bias, prefix=path, return_bias=False, **types
+            )
+        else:
+            self.up_proj = ColumnParallelLinear(hidden_size, inner, bias, prefix=path, return_bias=False, **types)
+        self.down_proj = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            bias,
+            reduce_results=False,
+            prefix=f"{prefix}.down_proj",
+            return_bias=False,
+            **types,
+        )
+        self._act_fn = [act_fn]  # no child: the operation `experts` computes it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self._act_fn[0](getattr(self, self._first)(x)))
+
+
+def weights_of(experts: Sequence[Expert], name: str, adds_bias: bool) -> tuple[Weight | None, ...]:
+    """What the experts' layers of this name multiply with.
+
+    Asked of thousands of layers in a step: `_modules` is read where `getattr` takes four times as long.
+    """
+    return tuple([_weight_of(cast(LinearBase, expert._modules[name]), adds_bias) for expert in experts])
+
+
+def _weight_of(layer: LinearBase, adds_bias: bool) -> Weight | None:
+    """None: only the layer's method knows, or somebody patched it. `isinstance` would ask an ABC, which is slow."""
+    weight, method = layer.packed_weight, layer.quant_method
+    if weight is None or type(method).apply is not PackedLinearMethod.apply or "apply" in method.__dict__:
+        return None
+    bias = layer.bias if adds_bias else None
+    return weight if weight.bias is bias else cast(PackedLinearMethod, method).weight_with(layer, bias)
+
+
+def together(gate_up: Sequence[Weight | None], down: Sequence[Weight | None]) -> ExpertWeights | None:
+    """None where only the layers' methods know some of them. Patterns may quantize some in another way than others."""
+    first, last = tuple(filter(None, gate_up)), tuple(filter(None, down))
+    return ExpertWeights(first, last) if len(first) == len(gate_up) and len(last) == len(down) else None
+
+
+class ExpertsMethod(KernelOp, FusedMoEMethodBase):
+    """Computes with the weights of the layer's `experts`, which are pairs of linear layers.
+
+    Where those cannot be given to one operation (they are hooked, or an adapter of a token changes them) it calls them
+    one by one, with the same bits.
+    """
+
+    operations = ("experts",)
+
+    def __init__(self, *, enforce_enable: bool = False) -> None:
+        super().__init__(enforce_enable=enforce_enable)
+        self.invariant = self.backend.computes("experts", "select_experts")
+        self.kernel = self.backend.source("experts")
+        self._place = construction().weights
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        *,
+        weight_loader: WeightLoader,
+    ) -> None:
+        """Nothing: the linear layers of each expert have made theirs."""
+
+    def apply(self, layer: Any, *inputs: torch.Tensor) -> Any:
+        """(layer, x, weights, ids) -> float [N, H]. With a function alone it is the `apply` of nn.Module."""
+        return self(layer, *inputs) if inputs else nn.Module.apply(self, layer)
+
+    def compute(
+        self, ops: Operations, layer: FusedMoE, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        of_tokens = layer.of_tokens()
+        weights = layer.expert_weights() if of_tokens is None else None
+        if weights is None:
+            return over_experts(x, topk_ids, topk_weights, layer.placed_experts, layer.hidden_size, of_tokens)
+        if self._place.is_slow:
+            chosen = topk_ids.unique().tolist()
+            self._place.fetch(each.data for index in chosen for each in (weights.gate_up[index], weights.down[index]))
+        return ops.experts(x, topk_ids, topk_weights, weights, layer.activation, layer.swiglu_limit)
+
+
+@CustomOp.register("unquantized_fused_moe")
+class UnquantizedFusedMoEMethod(ExpertsMethod):
+    """Experts in their storage type (float32, bfloat16, float16)."""
+
+
+class FusedMoEPrepareAndFinalize:
+    """What happens to tokens before and after the experts; as it is, nothing. One that sends them to the ranks that
+    hold their experts overrides both.
+
+    Attributes:
+        invariant: a token's bits do not depend on the others.
+    """
+
+    invariant = True
+
+    def prepare(
+        self, layer: FusedMoE, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, object]:
+        """x float32 [N, H], weights float32 and ids int64 [N, K] -> the same of the M rows to compute here, and
+        whatever `finalize` needs to know."""
+        return x, topk_weights, topk_ids, None
+
+    def finalize(self, layer: FusedMoE, y: torch.Tensor, state: object) -> torch.Tensor:
+        """The experts' sums float32 [M, H] -> [N, H]."""
+        return y
+
+
+class FusedMoEExperts:
+    """What computes the rows that were prepared; as it is, the operation `experts`.
+
+    Attributes:
+        invariant: a token's bits do not depend on the others.
+    """
+
+    invariant = True
+
+    def apply(
+        self,
+        method: ExpertsMethod,
+        ops: Operations,
+        layer: FusedMoE,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """x [M, H], weights and ids [M, K] -> the weighted sum of each row's experts, [M, H]; called by `method`."""
+        return ExpertsMethod.compute(method, ops, layer, x, topk_weights, topk_ids)
+
+
+@CustomOp.register("modular_fused_moe")
+class FusedMoEModularMethod(ExpertsMethod):
+    """The method of a layer of experts, in parts.
+
+    A quantization config returns one from `get_quant_method` for a layer whose `quant_kind` is "moe", or it is set as
+    the layer's `quant_method`. The weights are those of the layer's experts, however these are quantized.
+
+    Args:
+        prepare_finalize, fused_experts: the parts; None: as they are.
+    """
+
+    def __init__(
+        self,
+        prepare_finalize: FusedMoEPrepareAndFinalize | None = None,
+        fused_experts: FusedMoEExperts | None = None,
+        *,
+        enforce_enable: bool = False,
+    ) -> None:
+        super().__init__(enforce_enable=enforce_enable)
+        self.prepare_finalize = prepare_finalize or FusedMoEPrepareAndFinalize()
+        self.fused_experts = fused_experts or FusedMoEExperts()
+        self.invariant = self.invariant and self.prepare_finalize.invariant and self.fused_experts.invariant
+
+    def compute(
+        self, ops: Operations, layer: FusedMoE, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        x, topk_weights, topk_ids, state = self.prepare_finalize.prepare(layer, x, topk_weights, topk_ids)
+        y = self.fused_experts.apply(self, ops, layer, x, topk_weights, topk_ids)
+        return self.prepare_finalize.finalize(layer, y, state)
+
+    def extra_repr(self) -> str:
+        return f"{type(self.prepare_finalize).__name__}, {type(self.fused_experts).__name__}"

@@ -8,28 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypedDict, TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
 
 from llm.forward import StateSpec
+from llm.layers.linear import LayerArguments
 from llm.layers.norm import GemmaRMSNorm, LayerNorm, LayerNorm1P, RMSNorm
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters, RotaryEmbedding
 from llm.models.interface import BuildOptions
-from llm.quantization.base import QuantizationConfig
 
 NormClass = type[RMSNorm] | type[GemmaRMSNorm] | type[LayerNorm] | type[LayerNorm1P]
 M = TypeVar("M", bound=nn.Module)
-
-
-class LayerArguments(TypedDict):
-    """The constructor arguments that all linear layers and embeddings of a model share."""
-
-    params_dtype: torch.dtype
-    quant_config: QuantizationConfig | None
-    tp: TensorParallel
 
 
 class BuildContext:
