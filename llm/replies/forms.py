@@ -7,17 +7,31 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llm.base.types import JsonObject
 from llm.replies.calls import Found, Schemas
+from llm.replies.pythonic import between, pythonic
 from llm.replies.tagged import deepseek, json_between, kimi_k2, llama3_json, mistral
-from llm.replies.untyped import MINIMAX_M2, QWEN3_CODER, SEED_OSS, STEP3, Tags, minimax_m2, step3, tool_call, types_of
+from llm.replies.untyped import (
+    MINIMAX_M2,
+    QWEN3_CODER,
+    SEED_OSS,
+    STEP3,
+    Tags,
+    minimax_m2,
+    referred,
+    step3,
+    tool_call,
+    types_of,
+)
 
 # Of a schema of arguments, what says nothing but which there are; of an argument, what a text of any kind fits.
 _OF_OBJECTS = frozenset("type properties required additionalProperties title description $defs definitions".split())
 _OF_TEXTS = frozenset("type title description default examples anyOf oneOf enum const $ref".split())
+_MOST_OPTIONAL = 16  # arguments; each may be the first
+_DEEPEST = 16  # schemas inside each other
 _DEFINITIONS = ("#/$defs/", "#/definitions/")
 
 
@@ -148,6 +162,87 @@ def _argument(own: object, types: frozenset[str], schema: JsonObject, before: st
     return {"type": "sequence", "elements": [_tag(before, {"type": "any_text"}, end), _text(after[len(end) :])]}
 
 
+def _python_tag(name: str, schema: JsonObject) -> JsonObject:
+    """name(argument=value, ...), the required arguments first."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not schema.keys() <= _OF_OBJECTS or not set(required) <= properties.keys() or not name.isidentifier():
+        raise CannotWrite
+    given = {own: _python_value(value, schema) for own, value in properties.items()}
+    optional = [own for own in given if own not in required]
+    if len(optional) > _MOST_OPTIONAL or not all(own.isidentifier() for own in given):
+        raise CannotWrite
+
+    def argument(own: str, before: str) -> JsonObject:
+        return _tag(f"{before}{own}=", given[own], "")
+
+    def more(names: Sequence[str]) -> list[JsonObject]:
+        return [{"type": "or", "elements": [argument(own, ", "), _text("")]} for own in names]
+
+    if required:
+        first, *others = [own for own in given if own in required]
+        elements = [argument(first, ""), *(argument(own, ", ") for own in others), *more(optional)]
+        return _tag(f"{name}(", {"type": "sequence", "elements": elements}, ")")
+    starts = [
+        {"type": "sequence", "elements": [argument(own, ""), *more(optional[index + 1 :])]}
+        for index, own in enumerate(optional)
+    ]
+    return _tag(f"{name}(", {"type": "or", "elements": [*starts, _text("")]}, ")")
+
+
+def _python_value(own: object, root: JsonObject) -> JsonObject:
+    """A value as Python writes it: as JSON, but for the constants."""
+    if not isinstance(own, Mapping):
+        raise CannotWrite
+    values = own.get("enum", [own["const"]] if "const" in own else None)
+    if values is not None:
+        return {"type": "or", "elements": [_text(_literal(value)) for value in values]}
+    branches = [branch for key in ("anyOf", "oneOf") for branch in own.get(key, [])]
+    kinds = own.get("type")
+    if isinstance(kinds, list):
+        branches = [{**own, "type": kind} for kind in kinds]
+    if branches:
+        if not isinstance(kinds, list) and not own.keys() <= _OF_TEXTS:
+            raise CannotWrite
+        return {"type": "or", "elements": [_python_value(branch, root) for branch in branches]}
+    if kinds in ("boolean", "null"):
+        return {
+            "type": "or",
+            "elements": [_text(text) for text in (("True", "False") if kinds == "boolean" else ("None",))],
+        }
+    if any(not reference.startswith(_DEFINITIONS) for reference in _references(own)) or not _is_alike(own, root):
+        raise CannotWrite
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return {"type": "json_schema", "json_schema": {**own, **definitions}}
+
+
+def _is_alike(schema: object, root: JsonObject, depth: int = 0) -> bool:
+    """True if its values are written alike in Python and in JSON: they hold no true, false or null."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return False
+    if "$ref" in schema:
+        return _is_alike(referred(schema["$ref"], root), root, depth + 1)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return all(isinstance(value, str | int | float) and not isinstance(value, bool) for value in values)
+    if schema.get("type") in ("string", "integer", "number"):
+        return True
+    if schema.get("type") == "array":
+        return "prefixItems" not in schema and _is_alike(schema.get("items"), root, depth + 1)
+    if schema.get("type") != "object" or schema.get("additionalProperties") is not False:
+        return False
+    inner = schema.get("properties", {}).values()
+    return "patternProperties" not in schema and all(_is_alike(each, root, depth + 1) for each in inner)
+
+
+def _literal(value: object) -> str:
+    """JSON data as Python writes it."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(name)}: {_literal(item)}" for name, item in value.items()) + "}"
+    return str(value) if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
+
+
 def _plain(name: str) -> str:
     if any(letter in '<>"\n' for letter in name):
         raise CannotWrite
@@ -209,6 +304,18 @@ def _of_json(*pairs: tuple[str, str]) -> Callable[[str, Schemas], Found]:
     return lambda text, schemas: read(text)
 
 
+def _llama3(text: str, schemas: Schemas) -> Found:
+    """JSON; or Python, which Llama writes too, of functions that there are."""
+    rest, calls = llama3_json(text)
+    if calls:
+        return rest, calls
+    rest, calls = pythonic(text, schemas)
+    return (rest, calls) if all(name in schemas for name, _ in calls) else (text, [])
+
+
+_LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
+_OLMO3 = ("<function_calls>", "</function_calls>")
+_TOOL_CODE = ("```tool_code", "```")
 _ACTION = ("<|action_start|><|plugin|>", "<|action_end|>")
 _LONGCAT = ("<longcat_tool_call>", "</longcat_tool_call>")
 _KIMI = "<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>"
@@ -319,10 +426,34 @@ FORMS: dict[str, Form] = {
         tool_call,
         _always(Writing(_json_tag("<tool_call>\n", "\n</tool_call>"))),
     ),
+    "lfm2": Form(
+        ((_LFM2[0],), ("<|tool_list_start|>",)),
+        (_LFM2[0],),
+        between(*_LFM2),
+        _always(Writing(_python_tag, _LFM2[0] + "[", ", ", "]" + _LFM2[1])),
+    ),
+    "olmo3": Form(
+        ((_OLMO3[0],),),
+        (_OLMO3[0],),
+        between(*_OLMO3),
+        _always(Writing(_python_tag, _OLMO3[0], "\n", _OLMO3[1])),
+    ),
+    "gemma3": Form(
+        ((_TOOL_CODE[0],),),
+        (_TOOL_CODE[0],),
+        between(*_TOOL_CODE),
+        _always(Writing(_python_tag, _TOOL_CODE[0] + "\n", "\n", "\n" + _TOOL_CODE[1])),
+    ),
+    "pythonic": Form(
+        (("func_name1(",),),
+        ("<|python_start|>",),
+        pythonic,
+        _always(Writing(_python_tag, "[", ", ", "]")),
+    ),
     "llama3_json": Form(
         (("<|python_tag|>",), ('"parameters":',)),
         ("<|python_tag|>", '{"name"', '"parameters":'),
-        lambda text, schemas: llama3_json(text),
+        _llama3,
         _always(Writing(_json_tag("", key="parameters"), between=None)),
     ),
 }
@@ -336,22 +467,19 @@ ALIASES = {
     "granite-20b-fc": "granite_20b_fc",
     "hunyuan_a13b": "jamba",
     "openai": "gpt_oss",
+    "llama4_pythonic": "pythonic",
 }
-# Templates that teach calls as Python writes them, which are not read: they have marks of other forms besides.
-_PYTHONIC = ("func_name1(", "<|tool_call_start|>", "<function_calls>")
 
 
 @functools.lru_cache(maxsize=64)
 def form_of(template: str) -> str | None:
     """The form of tool calls that a template teaches; None: it is not known here."""
-    if any(mark in template for mark in _PYTHONIC) and "<tool_call>" not in template:
-        return None
     return next(
         (name for name, form in FORMS.items() if any(all(mark in template for mark in marks) for marks in form.marks)),
         None,
     )
 
 
-def begins_of_calls() -> Sequence[str]:
-    """What calls begin with, in any form that is known."""
-    return sorted({begin for form in FORMS.values() for begin in form.begins})
+def begins_of_calls(functions: Iterable[str]) -> Sequence[str]:
+    """What calls begin with, in any form that is known, of these functions."""
+    return sorted({begin for form in FORMS.values() for begin in form.begins} | {f"[{name}(" for name in functions})

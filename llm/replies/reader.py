@@ -102,7 +102,7 @@ class ReplyReader:
             if not calls and reasoning is not None and self.around is not None and self.around[1] not in raw:
                 reasoning, calls = self._calls(reasoning, choice)  # a call ends reasoning that nothing else ended
                 reasoning = reasoning.strip("\n") if calls else reasoning
-        self._warn_of_unread(raw, calls)
+        self._warn_of_unread(raw, calls, choice)
         calls = calls if choice.is_parallel else calls[:1]
         own.reasoning = reasoning
         own.tool_calls = [ToolCall(name, given, f"call{index:05d}") for index, (name, given) in enumerate(calls)]
@@ -117,10 +117,10 @@ class ReplyReader:
             return rest, calls
         return (text, []) if self.form is None else FORMS[self.form].read(text, choice.functions)
 
-    def _warn_of_unread(self, raw: str, calls: list[Call]) -> None:
+    def _warn_of_unread(self, raw: str, calls: list[Call], choice: ToolChoice) -> None:
         if self.form is None or calls:
             return
-        begin = next((begin for begin in begins_of_calls() if begin in raw), None)
+        begin = next((begin for begin in begins_of_calls(choice.functions) if begin in raw), None)
         if begin is not None:
             _warn_once(begin, self.form)
 

@@ -13,7 +13,7 @@ from llm.replies.calls import Call, Found, call_of, json_object, leading_json
 ReadAt = Callable[[str, int], tuple[list[Call], int] | None]
 
 # Places where a text with braces is tried for a call that no tag announces.
-_MOST_TRIED = 100
+MOST_TRIED = 100
 
 
 def blocks(text: str, begin: str, end: str, read: ReadAt) -> Found:
@@ -66,7 +66,7 @@ def llama3_json(text: str) -> Found:
     rest: list[str] = []
     calls: list[Call] = []
     last, place, tried = 0, 0, 0
-    while (found := text.find("{", place)) >= 0 and tried < _MOST_TRIED:
+    while (found := text.find("{", place)) >= 0 and tried < MOST_TRIED:
         value = leading_json(text, found)
         call = None if value is None else call_of(value[0], needs_arguments=True)
         place = found + 1 if value is None else value[1]

@@ -186,7 +186,7 @@ def _types(schema: object, root: JsonObject, depth: int = 0) -> Iterator[str]:
         for branch in branches if isinstance(branches, list) else []:
             yield from _types(branch, root, depth + 1)
     if isinstance(schema.get("$ref"), str):
-        yield from _types(_referred(schema["$ref"], root), root, depth + 1)
+        yield from _types(referred(schema["$ref"], root), root, depth + 1)
     kinds = schema.get("type")
     if isinstance(kinds, str):
         yield kinds
@@ -199,7 +199,7 @@ def _types(schema: object, root: JsonObject, depth: int = 0) -> Iterator[str]:
             yield _OF_JSON.get(type(value), "string")
 
 
-def _referred(reference: str, root: JsonObject) -> object:
+def referred(reference: str, root: JsonObject) -> object:
     found: object = root
     for part in reference.removeprefix("#").split("/")[1:]:
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
@@ -223,3 +223,15 @@ def typed(text: str, types: frozenset[str]) -> object:
         is_value = False
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     return value if is_value and fits else text
+
+
+def fitting(value: object, written: str, types: frozenset[str]) -> object:
+    """A literal as a value of one of these types, where it is plain which is meant: 5 for "5", "5" for 5."""
+    kind = _OF_JSON[type(value)]
+    if not types or kind in types or (kind == "integer" and "number" in types):
+        return value
+    if isinstance(value, str):
+        return typed(value, types)
+    if isinstance(value, float) and value.is_integer() and "integer" in types:
+        return int(value)
+    return written if "string" in types and kind in ("integer", "number", "boolean") else value

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from embedded import assert_idle, open_llm
 
@@ -57,6 +58,36 @@ MINIMAX = (
 )
 SCHEMA = {"properties": {"city": {"type": "string"}, "walls": {"type": "array"}}}
 TEXTS = [("weather", {"city": "Jericho", "walls": [1]})]
+PYTHON = 'weather(city="Jericho", walls=[1])'
+VALUES = [("f", {"a": -1500.0, "b": 31, "c": [1, 2], "d": 3, "e": [4]})]
+NESTED = [("f", {"a": {"b": [None, True], "c": {}}, "d": "A\né'\\d"})]
+NO_CALLS = [
+    *(
+        "",
+        "1",
+        "f",
+        "f(1)",
+        "f(a=b)",
+        "f(a=1+1)",
+        "f(a=open('x'))",
+        "f(a=1, a=2)",
+        "f(a=1e999)",
+        "f(a={1: 2})",
+        "f(a=b'x')",
+    ),
+    *(
+        "f(a=1)(b=2)",
+        "f(a='x",
+        "f(a='x\ny')",
+        "f(a='\\xZZ')",
+        "f(a=01)",
+        "lambda: f()",
+        "f(a=inf)",
+        "f(**a)",
+        "f(a=[1)]",
+    ),
+    f"f(a={'9' * 5000})",
+]
 NAMELESS = sorted(FORMS.keys() - {"gpt_oss"})
 
 
@@ -109,6 +140,32 @@ NAMELESS = sorted(FORMS.keys() - {"gpt_oss"})
         ("minimax_m2", f"<minimax:tool_call>\n{MINIMAX}", None, []),
         ("step3", f"<｜tool_calls_begin｜>{STEP_CALL}{STEP_CALL}<｜tool_calls_end｜>", "", TEXTS * 2),  # noqa: RUF001
         ("step3", f"<｜tool_calls_begin｜><｜tool_call_begin｜>{STEP[:-20]}", None, []),  # noqa: RUF001
+        ("pythonic", f"[{PYTHON}, rest()]", "", [*TEXTS, ("rest", {})]),
+        ("pythonic", f"I look [1]: [{PYTHON}] <|python_end|>", "I look [1]:  ", TEXTS),
+        ("pythonic", "[f(a=-1.5e3, b=0x1F, c=(1, 2,), d=(3), e=(4,),)]", "", VALUES),
+        ("pythonic", "[f(a={'b': [None, true], \"c\": {}}, d='\\x41\\n\\u00e9\\'\\d')]", "", NESTED),
+        ("pythonic", '[f(a="""one\n"two"\n""")]', "", [("f", {"a": 'one\n"two"\n'})]),
+        ("pythonic", "[my-app.search(q='}')]", "", [("my-app.search", {"q": "}"})]),
+        ("pythonic", "[weather(city=31000, walls='[1]')]", "", [("weather", {"city": "31000", "walls": [1]})]),
+        *(("pythonic", f"[{text}]", None, []) for text in NO_CALLS),
+        ("pythonic", "[f(a=" * 20_000, None, []),
+        ("pythonic", f"[f(a={'[' * 100_000}", None, []),
+        ("llama3_json", f"[{PYTHON}]", "", TEXTS),
+        ("llama3_json", "as in [f(x=1)]", None, []),
+        ("lfm2", f"So:<|tool_call_start|>[{PYTHON}, rest()]<|tool_call_end|>!", "So:!", [*TEXTS, ("rest", {})]),
+        ("lfm2", f"<|tool_call_start|>[{CALL}]<|tool_call_end|>", "", ONE),
+        ("lfm2", f"<|tool_call_start|>[{PYTHON}", None, []),
+        (
+            "lfm2",
+            "<|tool_call_start|>[f(a='<|tool_call_end|>')]<|tool_call_end|>",
+            "",
+            [("f", {"a": "<|tool_call_end|>"})],
+        ),
+        ("olmo3", f"<function_calls>\n{PYTHON}\nrest()\n</function_calls>.", ".", [*TEXTS, ("rest", {})]),
+        ("olmo3", "<function_calls>rest(a=null)\nrest(", "\nrest(", [("rest", {"a": None})]),
+        ("olmo3", '<function_calls>f(a="""' * 20_000, None, []),
+        ("gemma3", f"Well.\n```tool_code\nprint({PYTHON})\n```", "Well.\n", TEXTS),
+        ("gemma3", "```tool_code\nprint(x)\n```", None, []),
         *((form, "In the beginning { was", None, []) for form in NAMELESS),
     ],
 )
@@ -163,7 +220,7 @@ def test_the_form_is_that_of_the_template() -> None:
     for name, form in FORMS.items():
         for marks in form.marks:
             assert form_of(f"... {' '.join(marks)} ...") == name
-    assert form_of("{{ messages }}") is None and form_of("<|python_tag|> [func_name1(a=1)]") is None
+    assert form_of("{{ messages }}") is None and form_of("<|python_tag|> [func_name1(a=1)]") == "pythonic"
 
 
 QWEN = (
@@ -244,6 +301,8 @@ def test_a_call_that_is_not_read_is_told(llm: LLM, caplog: pytest.LogCaptureFixt
     for _ in range(2):
         assert answer(llm, "functools[{bad").tool_calls == []
     assert caplog.text.count("a reply has 'functools[', as tool calls have, and is no call in the form hermes") == 1
+    answer(llm, '[weather("Jericho")]')  # what the argument is for is not said
+    assert caplog.text.count("a reply has '[weather(', as tool calls have") == 1
     caplog.clear()
     answer(llm, "It rains.", chat_template=QWEN.replace("<tool_call>", ""))
     assert "how this model writes tool calls is not known" in caplog.text
@@ -366,7 +425,7 @@ def test_a_call_that_is_required_is_written_in_the_form_of_the_template(llm: LLM
     template = "{{ tools[0].function.name if tools }}{# " + " ".join(FORMS[form].marks[0]) + " #}"
     (own,) = called(llm, "required" if form == "mistral" else named("order"), 1, **CALLS, chat_template=template)
     assert own.finish_reason == "stop" and own.structured.guaranteed and own.content == ""
-    assert any(begin in own.text for begin in FORMS[form].begins) and own.tool_calls
+    assert any(begin in own.text for begin in (*FORMS[form].begins, "[order(")) and own.tool_calls
     for call in own.tool_calls:
         assert call.name in ("order", "rest") and call.arguments.keys() <= ORDER["properties"].keys()
         if call.name == "order":
@@ -376,7 +435,7 @@ def test_a_call_that_is_required_is_written_in_the_form_of_the_template(llm: LLM
             assert given.get("note") is None or isinstance(given["note"], str)
 
 
-@pytest.mark.parametrize("form", ["qwen3_coder", "hermes"])
+@pytest.mark.parametrize("form", ["qwen3_coder", "hermes", "pythonic", "olmo3"])
 def test_several_calls_may_be_written_where_one_is_required(llm: LLM, form: str) -> None:
     template = "{{ tools[0].function.name if tools }}{# " + " ".join(FORMS[form].marks[0]) + " #}"
     rests = [{"type": "function", "function": {"name": name}} for name in ("rest", "sleep")]
@@ -394,6 +453,26 @@ def test_schemas_that_texts_between_tags_cannot_keep_are_written_as_json(llm: LL
     (own,) = called(llm, "required", chat_template=template, tools=tools, parallel_tool_calls=False)
     assert json.loads(own.text) == [{"name": "enter", "parameters": own.tool_calls[0].arguments}]
     assert set(own.tool_calls[0].arguments["code"]) <= {"a", "b"}
+
+
+def test_a_call_as_python_has_pythons_constants(llm: LLM) -> None:
+    """Of a template that teaches Python; what Python writes in another way than JSON is written as JSON, whole."""
+    properties = {"wet": {"type": "boolean"}, "why": {"type": ["null", "integer"]}, "mood": {"enum": [True, "dry"]}}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    template = "{{ tools[0].function.name if tools }}{# [func_name1( #}"
+
+    def calls(schema: Any) -> list[Any]:
+        tools = [{"type": "function", "function": {"name": "rain", "parameters": schema}}]
+        return called(llm, "required", 4, chat_template=template, tools=tools, parallel_tool_calls=False)
+
+    for required in (["wet", "mood"], []):
+        for own in calls({**schema, "required": required}):
+            assert own.text.startswith("[rain(") and set(required) <= own.tool_calls[0].arguments.keys()
+            assert "true" not in own.text and "false" not in own.text and "null" not in own.text
+            assert jsonschema.Draft202012Validator(schema).is_valid(own.tool_calls[0].arguments)
+            assert eval(own.text, {"rain": dict}) == [own.tool_calls[0].arguments]  # what Python reads
+    nested = {"type": "object", "properties": {"wet": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}}}
+    assert all(json.loads(own.text)[0]["name"] == "rain" for own in calls({**nested, "required": ["wet"]}))
 
 
 def test_a_call_that_is_required_fits_a_schema(llm: LLM) -> None:
