@@ -2,9 +2,10 @@
 
 An alternative is a dict of `type` and of that type's keywords, with the schemas of items and properties as they were
 given, or joined by `allOf`. Beside JSON Schema's keywords it has `excluded` (values), `fraction` (numbers that are not
-whole), `patterns`, `nopatterns`, `formats` (lists), `contained` (list of [schema, least, most]), `names` (the schemas
-of property names), `extra` (the schema of one more property that must be there), `closed` (the additional properties
-or items are said) and `negated` (it comes of `not`).
+whole), `nomultiples` (divisors), `patterns`, `nopatterns`, `formats` (lists), `contained` (list of [schema, least,
+most, the first item that counts]), `names` (the schemas of property names), `rules` (list of [names, the schema of each
+property with such a name]) and `some` (list of [names, the schema of a property that must be there]), where names are
+alternatives of strings; for `unevaluated*`, `evaluated` (what was looked at) and `closed` (all was).
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import product
 
 from llm.base.types import JsonObject
+from llm.sampling.structured.formats import FORMATS
 from llm.sampling.structured.regex import UnknownLength
 
 Alternative = JsonObject
 TYPES = ("null", "boolean", "number", "string", "array", "object")
-_MOST = 200  # alternatives of one schema
+_MOST = 400  # alternatives of one schema
+_MOST_PAIRS = 10_000  # of alternatives that are joined
 _DEEPEST = 60  # schemas inside each other without a value between them
 _DATA = ("const", "enum")
 
@@ -34,6 +37,7 @@ class Algebra:
     def __init__(self, resolve: Callable[[object], object]) -> None:
         self._resolve = resolve
         self._depth = 0
+        self._is_watched = False  # is what was looked at asked for, by `unevaluated*`?
 
     def alternatives(self, schema: object) -> list[Alternative]:
         """What the schema admits is what one of these admits; none: nothing.
@@ -56,13 +60,17 @@ class Algebra:
             return []
         if not isinstance(schema, dict):
             raise UnknownLength(f"the schema {schema!r}")
-        found = self._own(schema)
-        for part in self._applied(schema):
-            found = self.both(found, part)
-        if "unevaluatedProperties" in schema:
-            found = [self._rest(item, "object", schema["unevaluatedProperties"]) for item in found]
-        if "unevaluatedItems" in schema:
-            found = [self._rest(item, "array", schema["unevaluatedItems"]) for item in found]
+        was_watched = self._is_watched
+        self._is_watched = was_watched or "unevaluatedProperties" in schema or "unevaluatedItems" in schema
+        try:
+            found = self._own(schema)
+            for part in self._applied(schema):
+                found = self.both(found, part)
+        finally:
+            self._is_watched = was_watched
+        for kind, keyword in (("object", "unevaluatedProperties"), ("array", "unevaluatedItems")):
+            if keyword in schema:
+                found = self.both(found, [self._rest(item, kind, schema[keyword]) for item in found], in_pairs=True)
         return found
 
     def _applied(self, schema: JsonObject) -> Iterator[list[Alternative]]:
@@ -75,12 +83,12 @@ class Algebra:
         for inner in schema.get("allOf", ()):
             yield self.alternatives(inner)
         if "anyOf" in schema:
-            yield [item for inner in schema["anyOf"] for item in self.alternatives(inner)]
+            yield self._any_of(list(schema["anyOf"]))
         if "oneOf" in schema:
             yield self._one_of(list(schema["oneOf"]))
         if "not" in schema:
             yield self.complement(schema["not"])
-        if "if" in schema and ("then" in schema or "else" in schema):
+        if "if" in schema and ("then" in schema or "else" in schema or self._is_watched):
             condition = schema["if"]
             then = self.both(self.alternatives(condition), self.alternatives(schema.get("then", True)))
             yield then + self.both(self.complement(condition), self.alternatives(schema.get("else", True)))
@@ -90,6 +98,18 @@ class Algebra:
             absent = {"type": "object", "properties": {name: False}}
             others = [{"type": kind} for kind in TYPES if kind != "object"]
             yield [*others, *self.alternatives(absent), *self.both([{"type": "object"}], self.alternatives(there))]
+
+    def _any_of(self, schemas: list[object]) -> list[Alternative]:
+        parts = [self.alternatives(inner) for inner in schemas]
+        found = [item for part in parts for item in part]
+        if self._is_watched:  # what each of those that fit has looked at counts
+            together: list[list[Alternative]] = []
+            for part in parts:
+                together += [self.both(other, part) for other in together] + [part]
+                if sum(map(len, together)) > _MOST:
+                    raise UnknownLength("too many alternatives")
+            found = [item for part in together for item in part]
+        return found
 
     def _one_of(self, schemas: list[object]) -> list[Alternative]:
         parts = [self.alternatives(inner) for inner in schemas]
@@ -103,15 +123,21 @@ class Algebra:
 
     def complement(self, schema: object) -> list[Alternative]:
         """The alternatives of all other values."""
-        found = self.alternatives(True)
-        for item in self.alternatives(schema):
-            found = self.both(found, [{**other, "negated": True} for other in self._negated(item)])
-        return found
+        was_watched, self._is_watched = self._is_watched, False  # what does not fit has looked at nothing
+        try:
+            found = self.alternatives(True)
+            for item in self.alternatives(schema):
+                found = self.both(found, self._negated(item))
+            return found
+        finally:
+            self._is_watched = was_watched
 
-    def both(self, first: list[Alternative], second: list[Alternative]) -> list[Alternative]:
-        if len(first) * len(second) > _MOST * 8:
+    def both(self, first: list[Alternative], second: list[Alternative], in_pairs: bool = False) -> list[Alternative]:
+        """What an alternative of each admits; `in_pairs`: the first of each, the second of each, ..."""
+        if len(first) * len(second) > _MOST_PAIRS:
             raise UnknownLength("too many alternatives")
-        joined = [self._join(a, b) for a, b in product(first, second)]
+        pairs = zip(first, second, strict=True) if in_pairs else product(first, second)
+        joined = [self._join(a, b) for a, b in pairs]
         return _distinct([item for item in joined if item is not None])
 
     # --- One schema's own keywords ----------------------------------------------------------------------------------
@@ -167,38 +193,54 @@ class Algebra:
             items, prefix = schema.get("additionalItems"), items
         if prefix:
             found["prefixItems"] = list(prefix)
+            found["evaluated"] = [["prefix", len(prefix)]]
         if items is not None:
             found |= {"items": items, "closed": True}
         if schema.get("uniqueItems"):
             found["uniqueItems"] = True
         if "contains" in schema:
             least, most = schema.get("minContains", 1), schema.get("maxContains")
-            found["contained"] = [[schema["contains"], _count(least), None if most is None else _count(most)]]
+            found["contained"] = [[schema["contains"], _count(least), None if most is None else _count(most), 0]]
+            found["evaluated"] = [*found.get("evaluated", []), ["contains", schema["contains"]]]
         return found
 
     def _object(self, schema: JsonObject) -> Alternative:
         found: Alternative = {
             keyword: _count(schema[keyword]) for keyword in ("minProperties", "maxProperties") if keyword in schema
         }
-        for keyword in ("properties", "patternProperties"):
-            if schema.get(keyword):
-                found[keyword] = dict(schema[keyword])
+        properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+        if properties:
+            found["properties"] = dict(properties)
+        rules = [[[{"type": "string", "patterns": [pattern]}], inner] for pattern, inner in patterns.items()]
         required = schema.get("required", [])
         if isinstance(required, list) and required:  # a bool in draft 3
             found["required"] = [str(name) for name in dict.fromkeys(required)]
         if "additionalProperties" in schema:
-            found |= {"additionalProperties": schema["additionalProperties"], "closed": True}
+            rules.append([_other_names(properties, patterns), schema["additionalProperties"]])
+            found["closed"] = True
+        rules = [rule for rule in rules if not _is_true(rule[1])]
+        if rules:
+            found["rules"] = rules
+        if properties or patterns:
+            found["evaluated"] = [*(["name", name] for name in properties), *(["pattern", each] for each in patterns)]
         if "propertyNames" in schema:
             found["names"] = [schema["propertyNames"]]
         return found
 
     def _rest(self, item: Alternative, kind: str, schema: object) -> Alternative:
-        """`unevaluatedProperties` or `unevaluatedItems`."""
+        """What `unevaluatedProperties` or `unevaluatedItems` says of what this one has not looked at."""
         if item["type"] != kind or item.get("closed"):
-            return item
-        if item.get("negated") or "contained" in item:
-            raise UnknownLength("what is not evaluated next to 'not' or 'contains'")
-        return {**item, "additionalProperties" if kind == "object" else "items": schema, "closed": True}
+            return {"type": item["type"]}
+        seen = item.get("evaluated", [])
+        names, patterns, counts, contained = (
+            [value for what, value in seen if what == wanted] for wanted in ("name", "pattern", "prefix", "contains")
+        )
+        if kind == "object":
+            return {"type": kind, "rules": [[_other_names(names, patterns), schema]], "closed": True}
+        count = max(counts, default=0)
+        rest = {"anyOf": [*contained, schema]} if contained else schema
+        first: Alternative = {"prefixItems": [True] * count} if count else {}
+        return {"type": kind, **first, "items": rest, "closed": True}
 
     # --- Joining two alternatives -----------------------------------------------------------------------------------
 
@@ -212,7 +254,7 @@ class Algebra:
         for keyword, choose in _BOUNDS.items():
             if keyword in a and keyword in b:
                 found[keyword] = choose(a[keyword], b[keyword])
-        for keyword in ("patterns", "nopatterns", "formats", "contained", "names", "required", "excluded"):
+        for keyword in _LISTS:
             if keyword in a and keyword in b:
                 found[keyword] = [*a[keyword], *(value for value in b[keyword] if value not in a[keyword])]
         if "enum" in a and "enum" in b:
@@ -221,8 +263,10 @@ class Algebra:
             found["multipleOf"] = _common_multiple(a["multipleOf"], b["multipleOf"])
         if kind == "array":
             _join_items(a, b, found)
-        if kind == "object":
-            _join_properties(a, b, found)
+        if "properties" in a and "properties" in b:
+            first, second = a["properties"], b["properties"]
+            names = dict.fromkeys([*first, *second])
+            found["properties"] = {name: all_of(first.get(name, True), second.get(name, True)) for name in names}
         return found if _can_be(found) else None
 
     # --- Complements ------------------------------------------------------------------------------------------------
@@ -234,11 +278,14 @@ class Algebra:
         if kind == "integer":
             others = [{"type": other} for other in TYPES if other != "number"]
             others.append({"type": "number", "fraction": True})
-        given = set(item) - {"type", "closed", "negated"}
+        given = set(item) - {"type", "closed", "evaluated", "names"}
         known = _NEGATED.get("number" if kind == "integer" else kind, {})
         if not given <= set(known):
             raise UnknownLength(f"'not' of {min(given - set(known))!r}")
         found = [{"type": kind, **other} for keyword in sorted(given) for other in known[keyword](item)]
+        for schema in item.get("names", ()):
+            names = [each for each in self.complement(schema) if each["type"] == "string"]
+            found += [{"type": kind, "some": [[names, True]]}] if names else []
         return [*others, *(other for other in found if _can_be(other))]
 
 
@@ -248,50 +295,40 @@ def _inverse(values: object) -> list[Alternative]:
 
 def _not_prefix(item: Alternative) -> list[Alternative]:
     return [
-        {"minItems": index + 1, "prefixItems": [*[True] * index, {"not": schema}]}
+        {"minItems": index + 1, "prefixItems": [*[True] * index, negation(schema)]}
         for index, schema in enumerate(item["prefixItems"])
-        if schema is not True and schema != {}
+        if not _is_true(schema)
     ]
 
 
 def _not_items(item: Alternative) -> list[Alternative]:
     count = len(item.get("prefixItems", ()))
-    if item["items"] is True or item["items"] == {}:
+    if _is_true(item["items"]):
         return []
     if item["items"] is False:
         return [{"minItems": count + 1}]
-    if count:
-        raise UnknownLength("'not' of items after others")
-    return [{"contained": [[{"not": item["items"]}, 1, None]]}]
+    return [{"contained": [[negation(item["items"]), 1, None, count]]}]
 
 
 def _not_contained(item: Alternative) -> list[Alternative]:
     found: list[Alternative] = []
-    for schema, least, most in item["contained"]:
+    for schema, least, most, start in item["contained"]:
         if least == 1:
-            found.append({"items": {"not": schema}})
+            first: Alternative = {"prefixItems": [True] * start} if start else {}
+            found.append({**first, "items": negation(schema)})
         elif least > 1:
-            found.append({"contained": [[schema, 0, least - 1]]})
+            found.append({"contained": [[schema, 0, least - 1, start]]})
         if most is not None:
-            found.append({"contained": [[schema, most + 1, None]]})
+            found.append({"contained": [[schema, most + 1, None, start]]})
     return found
 
 
 def _not_properties(item: Alternative) -> list[Alternative]:
     return [
-        {"required": [name], "properties": {name: {"not": schema}}}
+        {"required": [name], "properties": {name: negation(schema)}}
         for name, schema in item["properties"].items()
-        if schema is not True and schema != {}
+        if not _is_true(schema)
     ]
-
-
-def _not_additional(item: Alternative) -> list[Alternative]:
-    schema = item["additionalProperties"]
-    if schema is True or schema == {}:
-        return []
-    if "patternProperties" in item:
-        raise UnknownLength("'not' of 'patternProperties'")
-    return [{"properties": dict.fromkeys(item.get("properties", {}), True), "extra": {"not": schema}}]
 
 
 # Type -> keyword -> the alternatives that violate it.
@@ -305,6 +342,9 @@ _NEGATED: Mapping[str, Mapping[str, Callable[[Alternative], list[Alternative]]]]
         "exclusiveMaximum": lambda item: [{"minimum": item["exclusiveMaximum"]}],
         "enum": lambda item: _inverse(item["enum"]),
         "excluded": lambda item: [{"enum": item["excluded"]}],
+        "multipleOf": lambda item: [{"nomultiples": [item["multipleOf"]]}],
+        "nomultiples": lambda item: [{"multipleOf": divisor} for divisor in item["nomultiples"]],
+        "fraction": lambda item: [{"multipleOf": 1}],
     },
     "string": {
         "minLength": lambda item: [{"maxLength": item["minLength"] - 1}] if item["minLength"] else [],
@@ -326,24 +366,63 @@ _NEGATED: Mapping[str, Mapping[str, Callable[[Alternative], list[Alternative]]]]
         "maxProperties": lambda item: [{"minProperties": item["maxProperties"] + 1}],
         "required": lambda item: [{"properties": {name: False}} for name in item["required"]],
         "properties": _not_properties,
-        "additionalProperties": _not_additional,
+        "rules": lambda item: [{"some": [[names, negation(schema)]]} for names, schema in item["rules"]],
+        "some": lambda item: [{"rules": [[names, negation(schema)]]} for names, schema in item["some"]],
     },
 }
 _BOUNDS: Mapping[str, Callable[..., object]] = {
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
 }
+# Keywords of which all that both say is said.
+_LISTS = (
+    *("patterns", "nopatterns", "formats", "contained", "names", "rules", "some", "required", "excluded"),
+    *("nomultiples", "evaluated"),
+)
 
 
 def all_of(*schemas: object) -> object:
     """The schema of what all of these admit."""
     kept: list[object] = []
-    for schema in schemas:
-        if schema is False:
-            return False
-        if schema is not True and schema != {} and schema not in kept:
-            kept.append(schema)
+    for given in schemas:
+        for schema in given["allOf"] if isinstance(given, dict) and set(given) == {"allOf"} else [given]:
+            if schema is False:
+                return False
+            if not _is_true(schema) and not any(_is_same(schema, other) for other in kept):
+                kept.append(schema)
     return {"allOf": kept} if len(kept) > 1 else kept[0] if kept else True
+
+
+def negation(schema: object) -> object:
+    if _is_true(schema) or schema is False:
+        return schema is False
+    return schema["not"] if isinstance(schema, dict) and set(schema) == {"not"} else {"not": schema}
+
+
+def _is_same(schema: object, other: object) -> bool:
+    """To Python, true and 1 are equal."""
+    return schema == other and json.dumps(schema, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _is_true(schema: object) -> bool:
+    return schema is True or schema == {}
+
+
+def _other_names(names: Iterable[str], patterns: Iterable[str]) -> list[Alternative]:
+    """The names of properties that are none of these and match none of the patterns."""
+    lists = {"excluded": list(names), "nopatterns": list(patterns)}
+    return [{"type": "string", **{keyword: values for keyword, values in lists.items() if values}}]
+
+
+def is_named(name: str, names: Sequence[Alternative]) -> bool:
+    """Is it one of these strings?"""
+    return any(
+        name in each["enum"]
+        if "enum" in each
+        else _fits(name, each)
+        and all(re.fullmatch(FORMATS[known], name) for known in each.get("formats", ()) if known in FORMATS)
+        for each in names
+    )
 
 
 def _join_items(a: Alternative, b: Alternative, found: Alternative) -> None:
@@ -360,34 +439,10 @@ def _join_items(a: Alternative, b: Alternative, found: Alternative) -> None:
         found["items"] = rest
 
 
-def _join_properties(a: Alternative, b: Alternative, found: Alternative) -> None:
-    names = list(dict.fromkeys([*a.get("properties", {}), *b.get("properties", {})]))
-    if names:
-        found["properties"] = {name: all_of(of_property(a, name), of_property(b, name)) for name in names}
-    first, second = a.get("additionalProperties", True), b.get("additionalProperties", True)
-    patterns, more = a.get("patternProperties", {}), b.get("patternProperties", {})
-    if patterns and more and not (first is True and second is True):
-        raise UnknownLength("'patternProperties' of several schemas")
-    if patterns or more:
-        joined = {name: all_of(patterns.get(name, True), more.get(name, True)) for name in {**patterns, **more}}
-        other = second if patterns else first
-        found["patternProperties"] = {name: all_of(schema, other) for name, schema in joined.items()}
-    if "additionalProperties" in a or "additionalProperties" in b:
-        found["additionalProperties"] = all_of(first, second)
-    if "extra" in a and "extra" in b and a["extra"] != b["extra"]:
-        raise UnknownLength("'not' of several 'additionalProperties'")
-    if "extra" in a or "extra" in b:
-        for item, other in ((a, b), (b, a)):
-            if "extra" in item and set(other.get("properties", {})) - set(item.get("properties", {})):
-                raise UnknownLength("'not' of 'additionalProperties' next to 'properties'")
-
-
 def of_property(item: Alternative, name: str) -> object:
     """The schema of the property of this name."""
-    matched = [schema for pattern, schema in item.get("patternProperties", {}).items() if _finds(pattern, name)]
-    if name in item.get("properties", {}):
-        matched.append(item["properties"][name])
-    return all_of(*matched) if matched else item.get("additionalProperties", True)
+    said = [schema for names, schema in item.get("rules", ()) if is_named(name, names)]
+    return all_of(item.get("properties", {}).get(name, True), *said)
 
 
 def _finds(pattern: str, text: str) -> bool:
@@ -424,10 +479,8 @@ def _of_value(value: object) -> Alternative:
     if not isinstance(value, dict):
         raise UnknownLength(f"the value {value!r}")
     inner = {name: {"const": item} for name, item in value.items()}
-    return {
-        **{"type": "object", "properties": inner, "required": list(inner)},
-        **{"additionalProperties": False, "closed": True},
-    }
+    said: Alternative = {"properties": inner, "required": list(inner)} if inner else {}
+    return {"type": "object", **said, "rules": [[_other_names(inner, []), False]]}
 
 
 def _can_be(item: Alternative) -> bool:
@@ -437,7 +490,7 @@ def _can_be(item: Alternative) -> bool:
         if not item["enum"]:
             return False
         # Whatever else is said of them has been looked at.
-        for keyword in [keyword for keyword in item if keyword not in ("type", "enum", "negated", "formats")]:
+        for keyword in [keyword for keyword in item if keyword not in ("type", "enum", "formats")]:
             del item[keyword]
     pairs = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
     if any(low in item and high in item and item[low] > item[high] for low, high in pairs):
@@ -448,32 +501,40 @@ def _can_be(item: Alternative) -> bool:
         required = item.get("required", ())
         if "maxProperties" in item and len(required) > item["maxProperties"]:
             return False
-        return all(of_property(item, name) is not False for name in required) and not _apart(item)
+        return not any(_is_never(of_property(item, name)) for name in required)
     if item["type"] == "array":
-        return all(schema is not False for schema in item.get("prefixItems", [])[: item.get("minItems", 0)])
+        return not any(_is_never(schema) for schema in item.get("prefixItems", [])[: item.get("minItems", 0)])
     return True
 
 
-def _apart(item: Alternative) -> bool:
-    """True if a required property must be two different constants: the usual way to tell alternatives apart."""
-    for name in item.get("required", ()):
-        schema = of_property(item, name)
-        parts = schema["allOf"] if isinstance(schema, dict) and set(schema) == {"allOf"} else [schema]
-        values: list[object] | None = None
-        types: set[str] | None = None
-        for part in parts:
-            if not isinstance(part, dict):
-                continue
-            own = part["enum"] if "enum" in part else [part["const"]] if "const" in part else None
-            if isinstance(own, list):
-                values = own if values is None else [v for v in values if any(_equal(v, other) for other in own)]
-            kinds = part.get("type")
-            if isinstance(kinds, str):
-                wide = {"number", "integer"} if kinds == "number" else {kinds}
-                types = wide if types is None else types & wide
-        if values == [] or types == set():
-            return True
-    return False
+def _is_never(schema: object) -> bool:
+    """True if it is plain that no value fits, such as two different constants: the usual way to tell schemas apart."""
+    parts = schema["allOf"] if isinstance(schema, dict) and set(schema) == {"allOf"} else [schema]
+    values: list[object] | None = None
+    types: set[str] | None = None
+    for part in parts:
+        if not isinstance(part, dict):
+            if part is False:
+                return True
+            continue
+        own = _values_of(part)
+        if own is not None:
+            values = own if values is None else [v for v in values if any(_equal(v, other) for other in own)]
+        kinds = part.get("type")
+        if isinstance(kinds, str):
+            wide = {"number", "integer"} if kinds == "number" else {kinds}
+            types = wide if types is None else types & wide
+    for part in parts:
+        if values and isinstance(part, dict) and set(part) == {"not"} and isinstance(part["not"], dict):
+            gone = _values_of(part["not"]) if set(part["not"]) in ({"const"}, {"enum"}) else None
+            values = [v for v in values if not any(_equal(v, other) for other in gone or ())]
+    return values == [] or types == set()
+
+
+def _values_of(schema: JsonObject) -> list[object] | None:
+    """The values of `enum` or `const`."""
+    own = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+    return own if isinstance(own, list) else None
 
 
 def _has_numbers(item: Alternative) -> bool:
@@ -504,13 +565,23 @@ def _fits(value: object, item: Alternative) -> bool:
     above, below = item.get("exclusiveMinimum", -math.inf), item.get("exclusiveMaximum", math.inf)
     if not (low <= value <= high and above < value < below):
         return False
-    if "multipleOf" in item and (Fraction(str(value)) / Fraction(str(item["multipleOf"]))).denominator != 1:
+    if "multipleOf" in item and not _divides(item["multipleOf"], value):
+        return False
+    if any(_divides(divisor, value) for divisor in item.get("nomultiples", ())):
         return False
     return not any(_equal(value, other) for other in item.get("excluded", ()))
 
 
+def _divides(divisor: float, value: float) -> bool:
+    return (Fraction(str(value)) / Fraction(str(divisor))).denominator == 1
+
+
 def _equal(a: object, b: object) -> bool:
     """Equal in JSON: true is not 1."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 

@@ -29,6 +29,8 @@ from llm.tokenizer import Tokenizer
 
 logger = logging.getLogger("llm")
 
+# What llguidance says of schemas that it does not follow: its advice is none that a user can take.
+_NOT_FOLLOWED = ("Unimplemented keys", "oneOf constraints", "Unknown format", "min/maxProperties only supported")
 _KEPT = 64  # compiled structures of one engine
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 
@@ -143,6 +145,8 @@ def _grammar(
         if kind == "json" and language is None:
             check_numbers(value, why)
         return grammar
+    if not language.has_grammar:
+        return None
     # Written from the language, so that both have the same answers: llguidance reads numbers as floats.
     matcher = vocabulary.llguidance.LLMatcher
     grammar = matcher.grammar_from_lark(grammar_of(language, root))
@@ -153,7 +157,7 @@ def _check_grammar(vocabulary: Vocabulary, kind: str, value: object, grammar: st
     failed, messages = vocabulary.llguidance.LLMatcher.validate_grammar_with_warnings(grammar, vocabulary.tokenizer)
     if failed:
         said = first_line(messages[0])
-        lacks_keywords = said.startswith(("Unimplemented keys", "oneOf constraints", "Unknown format"))
+        lacks_keywords = said.startswith(_NOT_FOLLOWED)
         reason = f"it cannot be followed ({why})" if lacks_keywords and kind == "json" else said
         raise unusable(kind, value, reason)
     for message in messages:

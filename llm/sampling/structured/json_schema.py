@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 from urllib.parse import unquote
 
-from llm.sampling.structured.algebra import Algebra, Alternative, all_of, of_property
+from llm.sampling.structured.algebra import Algebra, Alternative, all_of, is_named, negation, of_property
 from llm.sampling.structured.formats import FORMATS
 from llm.sampling.structured.language import DONE, EMPTY, IMPOSSIBLE, Language
 from llm.sampling.structured.messages import unusable
+from llm.sampling.structured.numbers import (
+    DECIMAL,
+    FRACTION,
+    at_least,
+    at_most,
+    ending_in,
+    exact,
+    integer_range,
+    multiple_of,
+    remainders,
+    spellings,
+)
 from llm.sampling.structured.regex import (
     LONGEST_PATTERN,
     Ranges,
@@ -41,12 +53,14 @@ _PLAIN: Ranges = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0x10FFFF)]
 # Of optional properties in a row each can come next: the time of a mask grows with their number, that of compiling with
 # its square.
 _MOST_OPTIONAL = 600
-_MOST_LISTED = 2000
+_MOST_LISTED = 2000  # numbers
 _MOST_DISTINCT = 8  # values of different items; a state for each set of them
-_MOST_PATTERNS = 5  # of properties; a kind of names for each set of them
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _LARGEST_BOUND = 10**40
-_LARGEST_DIVISOR = 64  # of `multipleOf`; a state for each remainder
+_LARGEST_DIVISOR = 64  # of `multipleOf`; a rule of the grammar for each remainder
+_LARGEST_MACHINE = 4000  # states, about one for each remainder
+_MOST_STATES = 2000  # of a list or an object that counts its members
+_MOST_KINDS = 64  # of names of properties
 
 
 def language_of(
@@ -105,6 +119,7 @@ class _Compiler:
         self._starts: dict[str, int] = {}
         self._ones: dict[str, int] = {}
         self._values: dict[str, int] = {}
+        self._keys: dict[tuple[frozenset[_Said], tuple[str, ...]], int] = {}
         self._open: dict[str, bool] = {}  # being made -> whether it refers to itself
         self._any_character = self._character([(0, _LAST)])
 
@@ -138,7 +153,7 @@ class _Compiler:
 
     def value(self, schema: object) -> int:
         """The node of all values that the schema admits."""
-        name = self._place + json.dumps(schema, sort_keys=True)
+        name = self._place + _canonical(schema)
         if name in self._open:
             self._open[name] = True
             return self._language.ref(name)
@@ -153,10 +168,11 @@ class _Compiler:
         return self._values[name]
 
     def _any_of(self, items: Sequence[Alternative]) -> int:
-        numbers = [item for item in items if item["type"] in ("integer", "number")]
-        if len(numbers) > 1 and any("multipleOf" in item for item in numbers):
-            raise UnknownLength("'multipleOf' next to other numbers")
-        return self._language.alt(*map(self._one_type, items))
+        # A grammar tells words apart, not the digits of two kinds of numbers.
+        several = sum(item["type"] in ("integer", "number") for item in items) > 1
+        return self._language.alt(
+            *(self._one_type({**item, "several": True} if several and "multipleOf" in item else item) for item in items)
+        )
 
     def _one_type(self, item: Alternative) -> int:
         name = json.dumps(item, sort_keys=True)
@@ -202,21 +218,26 @@ class _Compiler:
             return self._words.lexeme(self._words.any_of(map(_written, item["enum"])))
         if not set(item) - {"type", "negated"}:
             return self._digits(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
-        wanted = [_FRACTION if item.get("fraction") else _DECIMAL]
+        wanted = [FRACTION if item.get("fraction") else DECIMAL]
+        machines = []
         if "multipleOf" in item:
             multiple = Fraction(str(item["multipleOf"]))
             if multiple.denominator == 1:
-                return self._integer(item)
-            wanted.append(_multiple_of(multiple))
+                return EMPTY if item.get("fraction") else self._integer(item)
+            pattern = multiple_of(multiple)
+            wanted += [pattern] if pattern else []
+            machines += [] if pattern else [self._multiples_machine(multiple, True)]
         for name, is_strict in (("minimum", False), ("exclusiveMinimum", True)):
-            wanted += [_at_least(_exact(item[name]), is_strict)] if name in item else []
+            wanted += [at_least(exact(item[name]), is_strict)] if name in item else []
         for name, is_strict in (("maximum", False), ("exclusiveMaximum", True)):
-            wanted += [_at_most(_exact(item[name]), is_strict)] if name in item else []
-        return self._decimals(wanted, item)
+            wanted += [at_most(exact(item[name]), is_strict)] if name in item else []
+        return self._decimals(wanted, item, machines)
 
-    def _decimals(self, wanted: Sequence[str], item: Alternative) -> int:
-        excluded = [_spellings(_exact(value)) for value in item.get("excluded", ())]
-        return self._words.lexeme(*map(self._decimal, dict.fromkeys(wanted)), without=[*map(self._decimal, excluded)])
+    def _decimals(self, wanted: Sequence[str], item: Alternative, machines: Sequence[Word] = ()) -> int:
+        excluded = [spellings(exact(value)) for value in item.get("excluded", ())]
+        without = [*map(self._decimal, excluded)]
+        without += [self._multiples_machine(Fraction(str(each)), True) for each in item.get("nomultiples", ())]
+        return self._words.lexeme(*map(self._decimal, dict.fromkeys(wanted)), *machines, without=without)
 
     def _decimal(self, pattern: str) -> Word:
         if len(pattern) > LONGEST_PATTERN:
@@ -239,23 +260,38 @@ class _Compiler:
             return EMPTY
         # An integer is a multiple of a fraction in lowest terms if it is one of the numerator.
         divisor = Fraction(str(item["multipleOf"])).numerator if "multipleOf" in item else 1
-        if divisor == 1:
-            return self._decimals([integer_range(low, high) if lows or highs else "-?(0|[1-9][0-9]*)"], item)
-        if low is not None and high is not None and (high - low) // divisor < _MOST_LISTED:
+        unwanted = [Fraction(str(value)).numerator for value in item.get("nomultiples", ())]
+        if (
+            low is not None
+            and high is not None
+            and (high - low) // divisor < _MOST_LISTED
+            and (divisor > 1 or unwanted)
+        ):
             listed = range(-(-low // divisor) * divisor, high + 1, divisor)
             kept = [str(value) for value in listed if value not in item.get("excluded", ())]
+            kept = [text for text in kept if all(int(text) % each for each in unwanted)]
             return self._words.lexeme(self._words.any_of(kept)) if kept else EMPTY
-        bounds = [integer_range(low, high)] if lows or highs else []
+        pattern = integer_range(low, high) if lows or highs else "-?(0|[1-9][0-9]*)"
+        if divisor == 1:
+            return self._decimals([pattern], item)
         if 1000 % divisor == 0:
-            return self._decimals([_ending_in(divisor), *bounds], item)
-        if bounds or "excluded" in item:
-            raise UnknownLength("'multipleOf' together with a bound")
+            return self._decimals([ending_in(divisor), pattern], item)
+        if lows or highs or set(item) & {"excluded", "several", "nomultiples"} or divisor > _LARGEST_DIVISOR:
+            return self._decimals([pattern], item, [self._multiples_machine(Fraction(divisor), False)])
         return self._multiples(divisor)
+
+    def _multiples_machine(self, divisor: Fraction, with_points: bool) -> Word:
+        """Decimals that are multiples, read by the remainders of their digits; a grammar has no word for them."""
+        places, step = 0, divisor
+        while step.denominator > 1:
+            places, step = places + 1, step * 10
+        numerator = abs(step.numerator)
+        if numerator == 0 or numerator * (places + 2) > _LARGEST_MACHINE:
+            raise UnknownLength(f"'multipleOf' with more than {_LARGEST_MACHINE} remainders")
+        return self._words.machine(*remainders(numerator, places, with_points))
 
     def _multiples(self, divisor: int) -> int:
         """Digit by digit; what may follow depends on the remainder of those before."""
-        if not 0 < divisor <= _LARGEST_DIVISOR:
-            raise UnknownLength(f"'multipleOf' above {_LARGEST_DIVISOR}")
         language = self._language
 
         def name(remainder: int) -> str:
@@ -370,43 +406,50 @@ class _Compiler:
         return language.cat(self._literal("["), nodes[0])
 
     def _containing(self, item: Alternative) -> int:
-        """Arrays of which so many items are of a schema: each is, or is not, and both are counted."""
+        """Arrays of which so many items are of these schemas: each is, or is not, and all are counted."""
+        language, contained, first = self._language, item["contained"], item.get("prefixItems", [])
         low, high = item.get("minItems", 0), item.get("maxItems")
-        if len(item["contained"]) != 1 or "prefixItems" in item:
-            raise UnknownLength("'contains' next to 'prefixItems' or to another one")
-        [(schema, least, most)] = item["contained"]
-        longest, enough = (max(low, 1) if high is None else high), (least if most is None else most)
-        if longest * enough > _MOST_LISTED:
+        # Where any number may be of a schema, what is not counted may be of it too.
+        enough = tuple(least if most is None else most for _, least, most, _ in contained)
+        longest = max(low, 1, len(first), *(start for *_, start in contained)) if high is None else high
+        if longest * math.prod(count + 1 for count in enough) > _MOST_STATES:
             raise UnknownLength("'contains' of long arrays")
-        language, items = self._language, item.get("items", True)
-        inside = self.value(all_of(items, schema))
-        # Where any number may be of the schema, what is not counted may be of it too.
-        outside = self.value(items if most is None else all_of(items, {"not": schema}))
         comma, end = self._literal(","), self._literal("]")
-        nodes: dict[tuple[int, int], int] = {}
-        for count in range(longest, -1, -1):
-            for found in range(enough, -1, -1):
-                choices = [end] if count >= low and found >= least else []
-                before = comma if count else DONE
-                further = count < longest or high is None
-                after = min(count + 1, longest)
-                loops = []
-                if further:
-                    for node, more in ((inside, found + 1), (outside, found)):
-                        if more > enough and most is not None:
-                            continue
-                        target = (after, min(more, enough))
-                        if target == (count, found):
-                            loops.append(language.cat(comma, node))
-                        else:
-                            choices.append(language.cat(before, node, nodes[target]))
-                body = language.alt(*choices)
-                if loops:
-                    body = language.cat(language.star(language.alt(*loops)), body)
-                nodes[count, found] = body
-        return language.cat(self._literal("["), nodes[0, 0])
+        nodes: dict[tuple[int, tuple[int, ...]], int] = {}
+        states = sorted(product(*(range(count + 1) for count in enough)), reverse=True)
+        for count, found in product(range(longest, -1, -1), states):
+            is_enough = all(had >= least for had, (_, least, _, _) in zip(found, contained, strict=True))
+            choices = [end] if count >= low and is_enough else []
+            loops = []
+            after = min(count + 1, longest)
+            schema = first[count] if count < len(first) else item.get("items", True)
+            for more, own in self._counted(schema, count, found, item) if count < longest or high is None else ():
+                if (after, more) == (count, found):
+                    loops.append(language.cat(comma, self.value(own)))
+                else:
+                    choices.append(language.cat(comma if count else DONE, self.value(own), nodes[after, more]))
+            body = language.alt(*choices)
+            nodes[count, found] = language.cat(language.star(language.alt(*loops)), body) if loops else body
+        return language.cat(self._literal("["), nodes[0, (0,) * len(enough)])
+
+    def _counted(
+        self, schema: object, place: int, found: tuple[int, ...], item: Alternative
+    ) -> Iterator[tuple[tuple[int, ...], object]]:
+        """(the counts after an item at this place, its schema), for each set of schemas that it can be of."""
+        options: list[list[tuple[int, object]]] = []
+        for had, (wanted, least, most, start) in zip(found, item["contained"], strict=True):
+            further = [(had + 1, wanted)] if had < (least if most is None else most) else []
+            if place < start:
+                options.append([(had, True)])
+            else:
+                options.append([(had, True if most is None else negation(wanted)), *further])
+        for chosen in product(*options):
+            own = all_of(schema, *(each for _, each in chosen))
+            if own is not False:
+                yield tuple(count for count, _ in chosen), own
 
     def _object(self, item: Alternative) -> int:
+        """Properties in their order, each with the number of those before it and which of `some` they are."""
         language = self._language
         required = item.get("required", [])
         names = list(dict.fromkeys([*item.get("properties", {}), *required]))
@@ -415,97 +458,164 @@ class _Compiler:
             if not self._algebra.both(self._algebra.alternatives({"const": name}), self._names(item)):
                 inner[name] = False
         _check_optional(inner, required)
-        member, extra = self._member(item, names, True), EMPTY
-        if "extra" in item:
-            extra = self._member(item, names, item["extra"])
-        low, high = item.get("minProperties", 0), item.get("maxProperties")
-        low = 0 if low <= len(required) else low
-        high = None if high is not None and member == EMPTY and high >= len(names) else high
-        if (low or high is not None) and extra != EMPTY:
-            raise UnknownLength("'not' of 'additionalProperties' next to a number of properties")
+        low, high, some = item.get("minProperties", 0), item.get("maxProperties"), item.get("some", [])
+        if not some and self._member(item, names) == EMPTY:
+            low, high = 0 if low <= len(required) else low, None if high is not None and high >= len(names) else high
+        item = {**item, "minProperties": low, "maxProperties": high}
         most = low if high is None else high
-        if most * (len(names) + 1) > _MOST_LISTED:
+        if (most + 1) * 2 ** len(some) * (len(names) + 1) > _MOST_STATES and (most or some):
             raise UnknownLength("large numbers of properties")
-        comma, end = self._literal(","), self._literal("}")
-        # Per number of members that were written, up to `most`: the rest of the object.
-        later: list[int] = []
-        for count in range(most + 1):
-            more = language.cat(comma, member)
-            others = language.repeat(more, 0, -1 if high is None else high - count)
-            if extra != EMPTY:
-                first = language.cat(language.star(more), comma, extra)
-                at_start = language.cat(extra, language.star(more), end)
-                at_start = language.alt(at_start, language.cat(member, first, language.star(more), end))
-                later.append(language.cat(first, language.star(more), end))
-                continue
-            # Names may repeat, so that of further members one is sure to count.
-            if count >= low:
-                later.append(language.cat(others, end))
-            elif count + 1 >= low and (high is None or high > count):
-                more = language.repeat(more, 1, -1 if high is None else high - count)
-                later.append(language.cat(more, end))
-            else:
-                later.append(EMPTY)
-        if extra == EMPTY:
-            at_start = end if low == 0 else EMPTY
-            if low <= 1 and high != 0:
-                rest = language.repeat(language.cat(comma, member), 0, -1 if high is None else high - 1)
-                at_start = language.alt(at_start, language.cat(member, rest, end))
+        states = list(product(range(most + 1), range(2 ** len(some))))
+        comma = self._literal(",")
+        # What follows the properties so far, by their number, up to `most`, and the set of `some` among them.
+        later = {state: self._others(item, names, *state, is_first=False) for state in states}
+        first = self._others(item, names, 0, 0, is_first=True)
         for name, schema in reversed(inner.items()):
-            value = EMPTY if schema is False else self.value(schema)
-            pair = language.cat(self._literal(_written(name) + ":"), value)
-            is_open = high is None
-            after = [later[min(count + 1, most)] if is_open or count < most else EMPTY for count in range(most + 1)]
-            skipped = name not in required
-            start_after = after[0] if most or is_open else EMPTY
-            at_start = language.alt(language.cat(pair, start_after), at_start if skipped else EMPTY)
-            later = [
-                language.alt(language.cat(comma, pair, then), now if skipped else EMPTY)
-                for then, now in zip(after, later, strict=True)
+            pair = self._literal(_written(name) + ":")
+            chosen = [(1 << index, each) for index, (wanted, each) in enumerate(some) if is_named(name, wanted)]
+            values = [
+                (sum(bit for bit, _ in each), all_of(schema, *(own for _, own in each)))
+                for size in range(len(chosen) + 1)
+                for each in combinations(chosen, size)
             ]
-        return language.cat(self._literal("{"), at_start)
+            written = [(had, language.cat(pair, self.value(own))) for had, own in values if own is not False]
+            skipped = name not in required
+
+            nexts = {}
+            for count, seen in states:
+                after, fits = min(count + 1, most), high is None or count < high
+                choices = [language.cat(node, later[after, seen | had]) for had, node in written if fits]
+                nexts[count, seen] = language.alt(*choices)
+            first = language.alt(nexts[0, 0], first if skipped else EMPTY)
+            later = {
+                state: language.alt(language.cat(comma, nexts[state]), later[state] if skipped else EMPTY)
+                for state in states
+            }
+        return language.cat(self._literal("{"), first)
+
+    def _others(self, item: Alternative, names: Sequence[str], count: int, seen: int, is_first: bool) -> int:
+        """The rest of an object after `count` of the named properties: others, and the end.
+
+        Names may repeat, and the last value of a name counts: of further members one is sure to be one more property,
+        and after one that `some` asks for, others of such names have such values.
+        """
+        language, comma, end = self._language, self._literal(","), self._literal("}")
+        low, high, some = item.get("minProperties", 0), item.get("maxProperties"), item.get("some", [])
+        left = [index for index in range(len(some)) if not seen >> index & 1]
+        room = -1 if high is None else high - count
+        if low - count > 1 or (high is not None and room < max(0, low - count)):
+            return EMPTY
+        if not left:
+            member = self._member(item, names)
+            more = language.repeat(language.cat(comma, member), max(0, low - count), room)
+            if not is_first:
+                return language.cat(more, end)
+            some_of_them = language.cat(member, language.repeat(language.cat(comma, member), 0, max(room - 1, -1)), end)
+            return language.alt(some_of_them if room else EMPTY, end if low <= count else EMPTY)
+        if max(room, 0) * 2 ** len(left) > _MOST_STATES:
+            raise UnknownLength("large numbers of properties")
+        nodes: dict[tuple[int, int], int] = {}
+
+        def rest(had: int, used: int, start: bool) -> int:
+            if not start and (had, used) in nodes:
+                return nodes[had, used]
+            choices, loops = [end] if had == (1 << len(left)) - 1 else [], []
+            further = [number for number in range(len(left)) if not had >> number & 1]
+            rules = [some[index] for number, index in enumerate(left) if had >> number & 1]
+            for chosen in (each for size in range(len(further) + 1) for each in combinations(further, size)):
+                if used == room:
+                    break
+                member = self._member(item, names, rules, [some[left[number]] for number in chosen])
+                if member == EMPTY:
+                    continue
+                if not chosen and not start and room == -1:
+                    loops.append(language.cat(comma, member))
+                    continue
+                after = rest(had | sum(1 << number for number in chosen), used + (room != -1), False)
+                choices.append(language.cat(DONE if start else comma, member, after))
+            node = language.cat(language.star(language.alt(*loops)), language.alt(*choices))
+            if not start:
+                nodes[had, used] = node
+            return node
+
+        return rest(0, 0, is_first)
 
     def _names(self, item: Alternative) -> list[Alternative]:
         return [each for each in self._algebra.alternatives(all_of(*item["names"])) if each["type"] == "string"]
 
-    def _member(self, item: Alternative, names: Sequence[str], also: object) -> int:
-        """A property with a name that is none of these, and a value that is `also` of a schema."""
+    def _member(
+        self, item: Alternative, names: Sequence[str], rules: Sequence[_Rule] = (), wanted: Sequence[_Rule] = ()
+    ) -> int:
+        """A property with a name that is none of these.
+
+        Args:
+            rules: as the alternative's.
+            wanted: [names, schema] that this property is one of.
+        """
+        kinds: list[tuple[frozenset[_Said], object]] = [(frozenset(), True)]
+        for own, schema in wanted:
+            kinds = [(kind | said, all_of(before, schema)) for kind, before in kinds for said in _said_of(own, names)]
+        for own, schema in [*item.get("rules", ()), *rules]:
+            kinds = [part for kind in kinds for part in self._split(kind, _said_of(own, names), schema, names)]
+            if len(kinds) > _MOST_KINDS:
+                raise UnknownLength(f"properties of more than {_MOST_KINDS} kinds")
+        if "names" in item:
+            said = _said_of(self._names(item), names)
+            kinds = [(kind | own, schema) for kind, schema in kinds for own in said]
+        keys = ((self._key(kind, names), schema) for kind, schema in kinds if schema is not False)
+        return self._language.alt(
+            *(self._language.cat(key, self.value(schema)) for key, schema in keys if key != EMPTY)
+        )
+
+    def _split(
+        self, kind: tuple[frozenset[_Said], object], rule: list[frozenset[_Said]], schema: object, names: Sequence[str]
+    ) -> list[tuple[frozenset[_Said], object]]:
+        """A kind of names in the parts that a rule speaks of, and those that it does not."""
+        said, before = kind
+        joined = all_of(before, schema)
+        if any(own <= said for own in rule):
+            return [(said, joined)]
+        found: list[tuple[frozenset[_Said], object]] = [(said | own, joined) for own in rule]
+        outside = [said]
+        for own in rule:
+            outside = [
+                rest
+                for each in outside
+                for rest in ([each] if any(_not(one) in each for one in own) else [each | {_not(one)} for one in own])
+            ]
+        found += [(each, before) for each in dict.fromkeys(outside)]
+        return [(own, value) for own, value in found if value is not False and self._key(own, names) != EMPTY]
+
+    def _key(self, kind: frozenset[_Said], names: Sequence[str]) -> int:
+        """The name of a property with `":`, of this kind and none of these names."""
+        key = (kind, tuple(names))
+        if key not in self._keys:
+            self._keys[key] = EMPTY if any(_not(each) in kind for each in kind) else self._new_key(kind, names)
+        return self._keys[key]
+
+    def _new_key(self, kind: frozenset[_Said], names: Sequence[str]) -> int:
         words, quote, end = self._words, self._words.literal('"'), self._words.literal('":')
-        patterns = item.get("patternProperties", {})
-        additional = item.get("additionalProperties", True)
-        if len(patterns) > _MOST_PATTERNS:
-            raise UnknownLength(f"more than {_MOST_PATTERNS} patterns of properties")
         every = words.cat(quote, words.repeat(self._any_character, 0), end)
         taken = words.cat(quote, words.any_of(_written(name)[1:-1] for name in names), end) if names else None
-        if not patterns and "names" not in item:
-            schema = all_of(additional, also)
-            if schema is False:
-                return EMPTY
+        if not kind:
             if taken is None:
-                return self._language.cat(words.lexeme(every), self.value(schema))
+                return words.lexeme(every)
             key = self._language.cat(quote.node, self._other(sorted(names), ""), end.node)
-            key = self._language.lexeme(key, f"/{every.text}/ & ~/{taken.text}/")
-            return self._language.cat(key, self.value(schema))
-        keys = {pattern: words.cat(quote, self._pattern(pattern), end) for pattern in patterns}
-        said = self._names(item) if "names" in item else [{"type": "string"}]
-        choices = []
-        for size in range(len(patterns) + 1):
-            for matched in combinations(patterns, size):
-                schema = all_of(*(patterns[name] for name in matched), also) if matched else all_of(additional, also)
-                if schema is False:
-                    continue
-                for each in said:
-                    texts = [words.any_of(_written(value)[1:-1] for value in each["enum"])] if "enum" in each else None
-                    wanted = [words.cat(quote, text, end) for text in texts or self._text_of(each)]
-                    without = [words.cat(quote, self._pattern(text), end) for text in each.get("nopatterns", ())]
-                    gone = each.get("excluded", ())
-                    without += (
-                        [words.cat(quote, words.any_of(_written(text)[1:-1] for text in gone), end)] if gone else []
-                    )
-                    without += [keys[name] for name in patterns if name not in matched] + ([taken] if taken else [])
-                    key = words.lexeme(*wanted, *(keys[name] for name in matched), without=without)
-                    choices.append(self._language.cat(key, self.value(schema)) if key != EMPTY else EMPTY)
-        return self._language.alt(*choices)
+            return self._language.lexeme(key, f"/{every.text}/ & ~/{taken.text}/")
+        texts = [(is_so, words.cat(quote, self._text_like(*what), end)) for is_so, what in sorted(kind, key=repr)]
+        wanted = [text for is_so, text in texts if is_so] or [every]
+        without = [text for is_so, text in texts if not is_so] + ([taken] if taken else [])
+        return words.lexeme(*wanted, without=without)
+
+    def _text_like(self, kind: str, value: str | tuple[str, ...] | tuple[int, int]) -> Word:
+        if isinstance(value, str):
+            return (
+                self._pattern(value) if kind == "pattern" else parse_regex(self._words, FORMATS[value], self._character)
+            )
+        if kind == "values":
+            return self._words.any_of(_written(text)[1:-1] for text in value)
+        low, high = map(int, value)
+        return self._words.repeat(self._any_character, low, high)
 
     def _other(self, names: Sequence[str], prefix: str) -> int:
         """The rest of a string that starts with `prefix` and is none of the names."""
@@ -531,6 +641,45 @@ class _Compiler:
         return self._ones[character]
 
 
+# Whether a name is, or is not: one of "values", like a "pattern", of a "format", of a "length".
+_Said = tuple[bool, tuple[str, str | tuple[str, ...] | tuple[int, int]]]
+# (names, the schema of each property, or of one, with such a name).
+_Rule = tuple[Sequence[Alternative], object]
+
+
+def _not(said: _Said) -> _Said:
+    return (not said[0], said[1])
+
+
+def _said_of(names: Sequence[Alternative], but: Collection[str]) -> list[frozenset[_Said]]:
+    """What the alternatives say of names other than these; none: there are no others."""
+    found = []
+    for each in names:
+        said = {(True, ("pattern", pattern)) for pattern in each.get("patterns", ())}
+        said |= {(False, ("pattern", pattern)) for pattern in each.get("nopatterns", ())}
+        said |= {(True, ("format", name)) for name in each.get("formats", ()) if name in FORMATS}
+        values, gone = (
+            tuple(value for value in each.get(keyword, ()) if value not in but) for keyword in ("enum", "excluded")
+        )
+        if "enum" in each:
+            if not values:
+                continue
+            said.add((True, ("values", values)))
+        if gone:
+            said.add((False, ("values", gone)))
+        if "minLength" in each or "maxLength" in each:
+            said.add((True, ("length", (each.get("minLength", 0), each.get("maxLength", -1)))))
+        found.append(frozenset(said))
+    return found
+
+
+def _canonical(schema: object) -> str:
+    """A name that schemas with the same parts in another order have too."""
+    if isinstance(schema, dict) and set(schema) == {"allOf"}:
+        return json.dumps(["allOf", *sorted(json.dumps(part, sort_keys=True) for part in schema["allOf"])])
+    return json.dumps(schema, sort_keys=True)
+
+
 def _check_optional(properties: Iterable[str], required: Sequence[str]) -> None:
     needed, run, longest = set(required), 0, 0
     for name in properties:
@@ -543,48 +692,6 @@ def _check_optional(properties: Iterable[str], required: Sequence[str]) -> None:
         )
 
 
-def integer_range(low: int | None, high: int | None) -> str:
-    """A regular expression for the integers from `low` to `high`, without leading zeros; None: no limit."""
-    if low is not None and high is not None and low > high:
-        raise UnknownLength("a range without numbers")
-    parts = []
-    if low is None or low < 0:
-        largest = None if low is None else -low
-        smallest = 0 if high is None or high >= 0 else -high  # -0 is an integer
-        parts.append(f"-({_digits(smallest, largest)})")
-    if high is None or high >= 0:
-        parts.append(_digits(max(0, low or 0), high))
-    return "|".join(parts)
-
-
-def _digits(low: int, high: int | None) -> str:
-    """Decimal numbers from `low` to `high`, both at least 0."""
-    length = len(str(low))
-    if high is None:
-        return f"{_digits(low, 10**length - 1)}|[1-9][0-9]{{{length},}}"
-    parts = []
-    for size in range(length, len(str(high)) + 1):
-        first, last = max(low, 10 ** (size - 1) if size > 1 else 0), min(high, 10**size - 1)
-        parts.append(_same_size(str(first), str(last)))
-    return "|".join(parts)
-
-
-def _same_size(low: str, high: str) -> str:
-    if not low:
-        return ""
-    if low[0] == high[0]:
-        return low[0] + _grouped(_same_size(low[1:], high[1:]))
-    rest = len(low) - 1
-    parts = [low[0] + _grouped(_same_size(low[1:], "9" * rest)), high[0] + _grouped(_same_size("0" * rest, high[1:]))]
-    if int(high[0]) - int(low[0]) > 1:
-        parts.append(f"[{int(low[0]) + 1}-{int(high[0]) - 1}]" + (f"[0-9]{{{rest}}}" if rest else ""))
-    return "|".join(parts)
-
-
-def _grouped(pattern: str) -> str:
-    return f"({pattern})" if "|" in pattern else pattern
-
-
 def _written(value: object) -> str:
     """A string, number or constant as JSON has it; of the ways to write a number or a character, one."""
     if isinstance(value, float):
@@ -595,77 +702,3 @@ def _written(value: object) -> str:
 
 def _either_case(digit: str) -> Ranges:
     return [(ord(case), ord(case)) for case in sorted({digit.lower(), digit.upper()})]
-
-
-# --- Decimal numbers ----------------------------------------------------------------------------------------------
-
-_WHOLE = "(0|[1-9][0-9]*)"
-_DECIMAL = rf"-?{_WHOLE}(\.[0-9]+)?"
-_FRACTION = rf"-?{_WHOLE}\.[0-9]*[1-9][0-9]*"
-
-
-def _exact(value: float) -> Decimal:
-    return Decimal(str(value))
-
-
-def _parts(value: Decimal) -> tuple[int, str]:
-    """The whole part of a number that is at least 0, and the digits after its point without zeros at the end."""
-    whole, _, digits = format(value, "f").partition(".")
-    return int(whole), digits.rstrip("0")
-
-
-def _at_least(bound: Decimal, is_strict: bool) -> str:
-    if bound < 0 or (bound == 0 and not is_strict):
-        return f"{_WHOLE}(\\.[0-9]+)?|-({_up_to(-bound, is_strict)})"
-    return _from(bound, is_strict)
-
-
-def _at_most(bound: Decimal, is_strict: bool) -> str:
-    if bound > 0 or (bound == 0 and not is_strict):
-        return f"-{_WHOLE}(\\.[0-9]+)?|{_up_to(bound, is_strict)}"
-    return f"-({_from(-bound, is_strict)})"
-
-
-def _from(bound: Decimal, is_strict: bool) -> str:
-    """Decimals without a sign from `bound`, at least 0, on."""
-    whole, digits = _parts(bound)
-    larger = [digits[:i] + f"[{int(d) + 1}-9][0-9]*" for i, d in enumerate(digits) if d != "9"]
-    larger.append(digits + ("[0-9]*[1-9][0-9]*" if is_strict else "[0-9]*"))
-    tail = f"\\.({'|'.join(larger)})" if digits or is_strict else r"(\.[0-9]+)?"
-    return f"({_digits(whole + 1, None)})(\\.[0-9]+)?|{whole}{tail}"
-
-
-def _up_to(bound: Decimal, is_strict: bool) -> str:
-    """Decimals without a sign up to `bound`, at least 0."""
-    whole, digits = _parts(bound)
-    below = [f"({_digits(0, whole - 1)})(\\.[0-9]+)?"] if whole else []
-    if not digits:
-        return "|".join([*below, *([] if is_strict else [rf"{whole}(\.0+)?"])]) or "x{0}[^\\x00-\\uffff]"
-    smaller = [digits[:i] + f"[0-{int(d) - 1}][0-9]*" for i, d in enumerate(digits) if d != "0"]
-    smaller += [digits[:i] for i in range(1, len(digits))]
-    smaller += [] if is_strict else [digits + "0*"]
-    return "|".join([*below, str(whole), rf"{whole}\.({'|'.join(smaller)})"])
-
-
-def _ending_in(divisor: int) -> str:
-    """Integers that are multiples of a divisor of 1000, which their last three digits say."""
-    ends = range(0, 1000, divisor)
-    short = "|".join(str(value) for value in ends)
-    return f"-?({short}|[1-9][0-9]*({'|'.join(f'{value:03d}' for value in ends)}))"
-
-
-def _multiple_of(divisor: Fraction) -> str:
-    """Decimals that are multiples of a fraction, which the digits after the point say where it divides 1."""
-    places = next((n for n in range(1, 4) if (divisor * 10**n).denominator == 1), None)
-    if places is None or divisor.numerator <= 0 or 10**places % int(divisor * 10**places):
-        raise UnknownLength("'multipleOf' of a fraction that does not divide 1")
-    endings = [f"{value:0{places}d}" for value in range(0, 10**places, int(divisor * 10**places))]
-    texts = sorted({text for each in endings for text in (each, each.rstrip("0") or "0")})
-    return rf"-?{_WHOLE}(\.({'|'.join(texts)})0*)?"
-
-
-def _spellings(value: Decimal) -> str:
-    """All ways to write a number without an exponent."""
-    whole, digits = _parts(abs(value))
-    sign = "-" if value < 0 else "-?" if value == 0 else ""
-    return sign + (rf"{whole}\.{digits}0*" if digits else rf"{whole}(\.0+)?")

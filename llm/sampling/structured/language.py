@@ -33,6 +33,7 @@ class Language:
         kinds: per node ("set", bits), ("cat", head, tail), ("alt", nodes), ("star", node), ("repeat", node, low, high)
             (high -1: no limit), ("text", bytes, start), ("lexeme", node, text), ("ref", name) or
             ("machine", number, state).
+        has_grammar: False if a word has no regular expression for `lark.py`.
         caveat: what answers may not meet that was asked for; "" if they meet all of it.
         nullable: per node, True if it contains the empty string.
         needs: per node, the length in bytes of its shortest string; valid for references after `close`.
@@ -44,6 +45,7 @@ class Language:
         self.lacking = frozenset(lacking)
         self._writable = ALL_BYTES & ~sum(1 << byte for byte in self.lacking)
         self.caveat = ""
+        self.has_grammar = True
         self._machines: list[_Machine] = []
         self._splits: dict[int, frozenset[int]] = {}
         self.kinds: list[tuple] = []
@@ -145,6 +147,10 @@ class Language:
                     left.append(after)
                 moves[-1].append((bits, states[after]))
         accepts = [all(self.nullable[n] for n in a) and not any(self.nullable[n] for n in b) for a, b in states]
+        return self.machine(moves, accepts)
+
+    def machine(self, moves: list[list[tuple[int, int]]], accepts: list[bool]) -> int:
+        """The strings of a finite automaton from state 0: per state its (set of bytes, next state), all disjoint."""
         machine = _Machine(moves, accepts, _distances(moves, accepts))
         if machine.needs[0] == IMPOSSIBLE:
             return EMPTY

@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from llm.errors import ValidationError
 
-# What a message of llguidance begins with -> what is said in its place.
-_SAID = {
-    "min/maxProperties only supported": "optional properties are counted (minProperties, maxProperties) where "
-    "additionalProperties is false and they are few",
-}
-
 
 def refused(reason: str) -> ValidationError:
     """No constraint can be used with this model."""
@@ -25,8 +19,5 @@ def first_line(error: object) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    said = next((text for start, text in _SAID.items() if lines[0].startswith(start)), None)
-    if said is not None:
-        return said
     details = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]  # of a regex
     return ": ".join([lines[0].rstrip(".:"), *details[:1]])

@@ -111,6 +111,11 @@ class Words:
         count = {(0, -1): "*", (1, -1): "+", (0, 1): "?"}.get((low, high), f"{{{low},{'' if high == -1 else high}}}")
         return Word(self._language.repeat(node.node, low, high), f"(?:{node.text}){count}")
 
+    def machine(self, moves: list[list[tuple[int, int]]], accepts: list[bool]) -> Word:
+        """As `Language.machine`; no regular expression is written for it, so there is no grammar."""
+        self._language.has_grammar = False
+        return Word(self._language.machine(moves, accepts), "")
+
     def lexeme(self, *wanted: Word, without: Sequence[Word] = ()) -> int:
         """The node of a grammar's word: the strings of all of the `wanted`, and `without` those of others."""
         others = [word for word in without if word.node != EMPTY]

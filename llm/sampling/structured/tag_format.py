@@ -113,7 +113,7 @@ def format_grammar(given: JsonObject, settings: JsonObject, special_tokens: Mapp
 def schema_rules(schema: object, start: str, settings: JsonObject) -> list[str]:
     """Rules for the JSON of a schema, of which the first is `start`."""
     language, root, why = language_of("json", schema, lambda language: compile_schema(language, schema))
-    if language is not None:
+    if language is not None and language.has_grammar:
         return rules_of(language, root, start)
     check_numbers(schema, why)
     return [f"{start}: %json " + json.dumps({**(schema if isinstance(schema, dict) else {}), "x-guidance": settings})]
