@@ -18,14 +18,13 @@ from llm.base.fair_lock import FairLock
 from llm.base.forks import renew, tell_of_forks
 from llm.base.suggestions import ASKS_NOTHING, METHODS
 from llm.base.types import JsonObject
-from llm.calls import model as models
-from llm.calls import scoring
+from llm.calls import scoring, whole_model
 from llm.calls.arguments import LoRARequests, Priority, check_asks_nothing, give_adapters
 from llm.calls.batch import BatchCall, CallOptions, OnOutput, prompt_rows
 from llm.calls.chat import ChatOptions
 from llm.calls.flow import Flow, prompt_batches
 from llm.calls.pooling import Params, PoolingCall
-from llm.calls.profiling import Profiler
+from llm.calls.report import ExpertLoad, Profiler, llm_as_html, measure_load
 from llm.calls.stream import ChatStream, stream_states, stream_text
 from llm.config import compilation, env
 from llm.config.arguments import CALLS, check_arguments
@@ -74,7 +73,6 @@ from llm.setup.build import build_engine
 if TYPE_CHECKING:
     import torch
 
-    from llm.calls.report import ExpertLoad
     from llm.jobs.job import JobSummary
     from llm.llm_engine import LLMEngine
     from llm.quantize.compare import Comparison
@@ -824,7 +822,7 @@ class LLM:
         Raises:
             ValidationError, CheckpointError, UnsupportedModelError: as `LLM(...)` would.
         """
-        return models.plan(model, calibrate, arguments)
+        return whole_model.plan(model, calibrate, arguments)
 
     @classmethod
     def compare(
@@ -846,7 +844,7 @@ class LLM:
             speed: measure tokens per second on this machine now.
             **arguments: of `LLM`, for all of them.
         """
-        return models.compare(cls, model, schemes, texts, speed, arguments)
+        return whole_model.compare(cls, model, schemes, texts, speed, arguments)
 
     @known_names("LLM.verify")
     def verify(self, texts: Sequence[str], *, against: str | Path | None = None) -> Verification:
@@ -863,7 +861,7 @@ class LLM:
             ValidationError: there is no folder that transformers can read, or no text.
             OutOfMemoryError: there is no room for transformers' model.
         """
-        return models.verify(self, texts, against)
+        return whole_model.verify(self, texts, against)
 
     @known_names("LLM.selfcheck")
     def selfcheck(self) -> SelfCheck:
@@ -873,7 +871,7 @@ class LLM:
         Raises:
             ValidationError: a stream is suspended.
         """
-        return models.selfcheck(self)
+        return whole_model.selfcheck(self)
 
     def explain(self) -> Explanation:
         """The implementation of every operation, pluggable layer and quant method of the model, and why; prints as text
@@ -910,7 +908,7 @@ class LLM:
                 is compared with the checkpoint as it is.
             speed: measure tokens per second of both models.
         """
-        return models.quantization_report(self, texts, prompts, against, speed)
+        return whole_model.quantization_report(self, texts, prompts, against, speed)
 
     @known_names("LLM.expert_load")
     def expert_load(self, texts: Sequence[str]) -> ExpertLoad:
@@ -919,8 +917,6 @@ class LLM:
         Raises:
             ValidationError: the model has no experts, or there is no text.
         """
-        from llm.calls.report import measure_load
-
         with self._exclusive():
             return measure_load(self._begin(), texts)
 
@@ -956,7 +952,7 @@ class LLM:
             EngineBusyError: called from inside a call.
             ValidationError: `func` is not callable, or a stream is suspended, whose answer could change midway.
         """
-        return models.apply_model(self, func)
+        return whole_model.apply_model(self, func)
 
     @known_names("LLM.collective_rpc")
     def collective_rpc(
@@ -972,7 +968,7 @@ class LLM:
             method: a callable, or the name of one of the worker's methods.
             timeout: None only, because the call runs in this process.
         """
-        return models.collective_rpc(self, method, timeout, args, kwargs)
+        return whole_model.collective_rpc(self, method, timeout, args, kwargs)
 
     def add_logits_processor(self, processor: type[LogitsProcessor] | str) -> None:
         """Load a logits processor, a class or `"module:Class"`, for the following calls.
@@ -980,11 +976,11 @@ class LLM:
         It replaces a loaded class with the same module and name, so a notebook can redefine a class and add it again. A
         suspended stream continues with the new one. Raises as `LLM(logits_processors=...)`.
         """
-        models.add_logits_processor(self, processor)
+        whole_model.add_logits_processor(self, processor)
 
     def remove_logits_processor(self, processor: type[LogitsProcessor] | str) -> None:
         """Unload a logits processor, given by name or class; raises `ValidationError` if it is not loaded."""
-        models.remove_logits_processor(self, processor)
+        whole_model.remove_logits_processor(self, processor)
 
     @property
     def logits_processors(self) -> list[type[LogitsProcessor]]:
@@ -1110,8 +1106,6 @@ class LLM:
 
     def _repr_html_(self) -> str:
         """For notebooks: the model, what it takes of the memory, and the phases of start-up."""
-        from llm.calls.report import llm_as_html
-
         if self._engine is None:
             return "<p>LLM(closed)</p>"
         return llm_as_html(self._engine.config, self._engine.all_stats(), self.startup)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from llm.base.checks import known_names, refuse
 from llm.calls.arguments import adapters_of, give_adapters, give_priority
-from llm.calls.model import Worker
 from llm.calls.stream import OngoingRequest
+from llm.calls.whole_model import Worker
 from llm.config.engine import EngineConfig, ModelConfig
 from llm.engine.interrupt import InterruptGuard
 from llm.errors import GenerationInterrupted, ValidationError

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from llm.setup.preview import ModelPlan
     from llm.tools.verify import SelfCheck, Verification
 
+
 R = TypeVar("R")
 _CALIBRATION_SECONDS = 0.5
 
