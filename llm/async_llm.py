@@ -1,32 +1,54 @@
-"""`AsyncLLM`: an `LLM` for asyncio, as vLLM's engine of that name.
+"""`AsyncLLM`: an `LLM` for asyncio, as vLLM's engine of that name, and the thread that runs its requests.
 
-Owns the public class; `engine_thread.py` has the thread that runs the requests.
+Tokenizing, steps and decoding run in the thread; event loops only hand over requests and take outputs. An output is
+made when its caller has taken the last one, so that a slow caller gets fewer and longer ones; and where many callers
+are told at each of many short steps, not at every step, so that telling takes a small share of the time. Beginnings and
+ends are told at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
 from llm.base.checks import check_choice, check_flag, known_names, refuse
+from llm.base.forks import tell_of_forks
 from llm.base.types import JsonObject
-from llm.calls.arguments import check_priority
-from llm.calls.chat import ChatOptions, ChatPrompt
-from llm.calls.engine_thread import PAUSES, Call, EngineThread
+from llm.calls.arguments import check_priority, give_adapters, give_priority
+from llm.calls.chat import ChatOptions, ChatPrompt, Conversations
+from llm.calls.pooling import PoolingCall
+from llm.calls.stream import OngoingRequest, PooledRequest, Reading
 from llm.config.arguments import CALLS
-from llm.errors import EngineClosedError
+from llm.engine.engine import Engine
+from llm.engine.prompts import list_prompts
+from llm.engine.request import without_frames
+from llm.engine.rows import RefusedRow, Row
+from llm.errors import EngineClosedError, LLMError, ValidationError
 from llm.inputs import LoRARequest
 from llm.llm import LLM
 from llm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from llm.pooling_params import PoolingParams
-from llm.sampling_params import SamplingParams
+from llm.sampling_params import RequestOutputKind, SamplingParams
+
+# Between two steps that tell what is new pass this many times what telling took, if it was told to more than a few;
+# and at most so many seconds. Callers take about as long to be told, in their threads but under the same GIL.
+_PAUSE = 48.0
+_LONGEST_PAUSE = 0.1
+_FEW = 4
+PAUSES = ("abort", "wait", "keep")
+_SHUT_DOWN = "this AsyncLLM is shut down; make a new one."
+_LOST = "the request was dropped because another call on its LLM failed; start it again."
 
 
 class AsyncLLM:
@@ -292,3 +314,320 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+
+@dataclass(eq=False)
+class Call:
+    """One request of one caller.
+
+    Attributes:
+        loop: the caller's.
+        pools: it is one of `encode`, with `PoolingParams`.
+        outputs: those that were not taken yet; the last may be the error that ended the request.
+        changed: set in the caller's loop when `outputs` has grown.
+        request, is_aborted: the engine thread's; `request` is None until it is in the engine.
+    """
+
+    request_id: str
+    prompt: object
+    params: Any  # SamplingParams, PoolingParams or None
+    tokenization_kwargs: Mapping[str, object] | None
+    loop: asyncio.AbstractEventLoop
+    lora_request: LoRARequest | None = None
+    priority: int = 0
+    pools: bool = False
+    outputs: deque[Any] = field(default_factory=deque)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    request: OngoingRequest | PooledRequest | None = None
+    is_aborted: bool = False
+
+    async def next_output(self) -> Any:
+        """The next output; raises the error that ended the request."""
+        while not self.outputs:
+            self.changed.clear()
+            await self.changed.wait()
+        output = self.outputs.popleft()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+
+class EngineThread:
+    """Runs the requests of all callers as one batch. The thread starts with the first request.
+
+    Attributes:
+        error: the engine's last failure; None: there was none.
+        ended: why no request can run any more; None: they can.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.error: BaseException | None = None
+        self.ended: LLMError | None = None
+        self._llm = llm
+        # Shared with the callers, under this lock.
+        self._changed = threading.Condition()
+        self._commands: list[Callable[[Engine], None]] = []
+        self._waiting: dict[Call, None] = {}  # not in the engine yet, in order
+        self._is_stopped = False  # the thread is to end
+        self._thread: threading.Thread | None = None
+        tell_of_forks(self)
+        # The engine thread's own.
+        self._paused: str | None = None  # one of `PAUSES`
+        self._held: list[Call] = []  # that came meanwhile
+        self._pausing: list[tuple[bool, Callable[[], None]]] = []  # (clear the prefix cache, tell that it is done)
+        # Requests in the engine, by the callers' ids.
+        self._live: dict[str, Call] = {}
+        self._tell_at = 0.0  # what is neither a beginning nor an end
+
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Queue requests, which start in one step if there is room."""
+        self._waiting.update(dict.fromkeys(calls))
+        try:
+            self._post(*(partial(self._admit, call) for call in calls), start=True)
+        except Exception as error:  # the system has no more threads
+            self._fail(error)
+        if self.ended is not None:
+            self._fail(self.ended)
+
+    def abort(self, request_id: str) -> None:
+        """End a request where it is; its caller gets what there is. Ids of finished or unknown ones are passed over."""
+        self._post(partial(self._abort, request_id))
+
+    def leave(self, call: Call) -> None:
+        """The caller takes no more outputs: drop its request, if it is not finished."""
+        self._post(partial(self._drop, call))
+
+    def pause(self, mode: str, clear_cache: bool, done: Callable[[], None]) -> None:
+        """Start no request and, by `mode`, end, finish or freeze those that run; `done` is called in the thread."""
+        try:
+            self._post(partial(self._pause, mode, clear_cache, done), start=True)
+        except Exception as error:  # the system has no more threads
+            self._fail(error)
+            done()
+        if self.ended is not None:
+            done()
+
+    def resume(self) -> None:
+        self._post(self._resume)
+
+    def stop(self) -> None:
+        """End the thread after its step. Requests that are left end with `EngineClosedError`."""
+        with self._changed:
+            self._is_stopped = True
+            self.ended = self.ended or EngineClosedError(_SHUT_DOWN)
+            self._changed.notify()
+        # The garbage collector may call this in the thread itself.
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _post(self, *commands: Callable[[Engine], None], start: bool = False) -> None:
+        with self._changed:
+            self._commands += commands
+            if start and self._thread is None and not self._is_stopped:
+                # A daemon, so that a program can end; `AsyncLLM` stops the thread before the interpreter goes.
+                thread = threading.Thread(target=self._run, name="llm-engine", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._changed.notify()
+
+    def after_fork(self) -> None:
+        """In a forked child, which has neither the thread nor the callers that its requests are for."""
+        self._changed = threading.Condition()
+        self._thread = None
+        self._commands, self._waiting = [], {}
+        live, self._live = [*self._live.values()], {}
+        self._llm._drop(*(call.request.state for call in live if call.request is not None))
+
+    def _run(self) -> None:
+        try:
+            self._run_until_stopped()
+        except BaseException as error:  # of telling that a step failed, or in the middle of waiting
+            self.error = without_frames(error)
+            self.ended = EngineClosedError(f"the thread of this AsyncLLM has ended ({_said(error)}); make a new one.")
+        finally:
+            self._is_stopped = True
+            self._fail(self.ended or EngineClosedError(_SHUT_DOWN))
+
+    def _run_until_stopped(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._runs() or self._commands or self._is_stopped):
+                    self._changed.wait()
+                commands, self._commands = self._commands, []
+            if self._is_stopped:
+                break
+            self._advance(commands)
+
+    def _advance(self, commands: Sequence[Callable[[Engine], None]]) -> None:
+        """Do what callers ask, step, and tell them. A failure ends all requests, not the thread: also one that would
+        end a program, such as `SystemExit` from a logits processor."""
+        try:
+            with self._llm._exclusive():
+                engine = self._llm._begin()
+                for command in commands:
+                    command(engine)
+                if self._runs() and engine.scheduler.has_unfinished():
+                    engine.step()
+                self._tell(engine)
+                self._end_pausing(engine)
+                if not self._live:
+                    engine.end_call()
+        except BaseException as error:
+            self.error = without_frames(error)
+            self._fail(error)
+
+    def _runs(self) -> bool:
+        return bool(self._live) and self._paused != "keep"
+
+    def _pause(self, mode: str, clear_cache: bool, done: Callable[[], None], engine: Engine) -> None:
+        self._paused = mode
+        if mode == "abort":
+            for name in self._live:
+                self._abort(name, engine)
+        self._pausing.append((clear_cache, done))
+
+    def _end_pausing(self, engine: Engine) -> None:
+        """Tell who pauses, once no request runs any more."""
+        if self._pausing and not self._runs():
+            waiting, self._pausing = self._pausing, []
+            if any(clear for clear, _ in waiting) and not self._live:
+                engine.scheduler.blocks.reset_prefix_cache()
+            for _, done in waiting:
+                done()
+
+    def _resume(self, engine: Engine) -> None:
+        self._paused = None
+        held, self._held = self._held, []
+        for call in held:
+            self._admit(call, engine)
+
+    def _admit(self, call: Call, engine: Engine) -> None:
+        """Tokenize and queue a prompt. What is wrong with it is told to its caller alone."""
+        if call not in self._waiting:  # a failure has ended it
+            return
+        if self._paused is not None:
+            self._held.append(call)
+            return
+        try:
+            if call.request_id in self._live:
+                problem = f"request_id must be the id of no unfinished request, got {call.request_id!r}."
+                raise ValidationError(problem, parameter="request_id", value=call.request_id)
+            row, queue = self._row(call)
+            give_adapters(engine, [row], call.lora_request)
+            give_priority([row], call.priority)
+        except Exception as error:
+            del self._waiting[call]
+            _answer([(call, error.with_traceback(None))])
+            return
+        call.request = queue(engine, row)
+        self._live[call.request_id] = call
+        del self._waiting[call]
+
+    def _row(self, call: Call) -> tuple[Row, Callable[[Engine, Row], OngoingRequest | PooledRequest]]:
+        """The row of a prompt or a conversation, and what queues it."""
+        if call.pools:
+            pooling = PoolingCall(self._llm, call.params, False, call.lora_request, call.tokenization_kwargs)
+            pooled, make = pooling.encoding(call.prompt, None if call.params is None else call.params.task)
+            return pooled, lambda engine, row: PooledRequest(engine.add(row), make)
+        preprocessor, default = self._llm._preprocessor, self._llm.get_default_sampling_params
+        asked: Conversations | None = None
+        if isinstance(call.prompt, ChatPrompt):
+            asked = call.prompt.options.conversations(preprocessor, call.prompt.messages, call.params, default)
+        listed = list_prompts(call.prompt if asked is None else asked.prompts)
+        if len(listed) != 1:
+            message = f"generate takes one prompt, got {len(listed)}; call it for each."
+            raise ValidationError(message, parameter="prompt", value=len(listed))
+        params = call.params if asked is None else asked.params
+        [row] = preprocessor.checked_rows(listed, params, default, call.tokenization_kwargs)
+        if isinstance(row, RefusedRow):
+            raise row.error
+        return row, partial(_queue, read=None if asked is None else asked.read_one)
+
+    def _abort(self, request_id: str, engine: Engine) -> None:
+        call = self._live.get(request_id)
+        if call is not None and call.request is not None:
+            call.is_aborted = True
+            engine.abort([call.request.state])
+        for held in [held for held in self._held if held.request_id == request_id and held in self._waiting]:
+            del self._waiting[held]
+            _answer([(held, LLMError("the request was aborted before it started, while generation was paused."))])
+
+    def _drop(self, call: Call, engine: Engine) -> None:
+        if self._live.get(call.request_id) is call and call.request is not None:
+            del self._live[call.request_id]
+            engine.abort([call.request.state])
+        self._waiting.pop(call, None)  # it was held back
+
+    def _tell(self, engine: Engine) -> None:
+        answers: list[tuple[Call, object]] = []
+        started = perf_counter()
+        is_time = started >= self._tell_at
+        for name, call in list(self._live.items()):
+            if call.loop.is_closed():
+                self._drop(call, engine)
+                continue
+            if call.request is None or not call.request.is_due(is_time and not call.outputs):
+                continue
+            output = call.request.next_output(name)
+            if output is None:
+                continue
+            if isinstance(output, LLMError) or output.finished:
+                del self._live[name]
+            is_lost = not call.is_aborted and _is_cut_off(output)
+            answers.append((call, LLMError(_LOST) if is_lost else output))
+        _answer(answers)
+        if len(answers) > _FEW:
+            now = perf_counter()
+            self._tell_at = now + min(_LONGEST_PAUSE, _PAUSE * (now - started))
+
+    def _fail(self, error: BaseException) -> None:
+        """End every request."""
+        live, self._live = [*self._live.values()], {}
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        _answer([(call, _of_caller(error)) for call in (*live, *waiting)])
+        pausing, self._pausing = self._pausing, []
+        for _, done in pausing:
+            done()
+        self._llm._drop(*(call.request.state for call in live if call.request is not None))
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _of_caller(error: BaseException) -> Exception:
+    """The engine's error as one caller gets it: a new object for each, because raising it adds the caller's frames."""
+    if isinstance(error, EngineClosedError):
+        return EngineClosedError(str(error))
+    own = LLMError(f"the engine failed and dropped its requests ({_said(error)}); the next can run.")
+    own.__cause__ = error
+    return own
+
+
+def _queue(engine: Engine, row: Row, read: Reading | None) -> OngoingRequest:
+    kind = row.params.output_kind
+    return OngoingRequest(engine.add(row, streaming=kind is not RequestOutputKind.FINAL_ONLY), kind, read)
+
+
+def _is_cut_off(output: object) -> bool:
+    """True if the request was aborted."""
+    if isinstance(output, RequestOutput):
+        return any(own.finish_reason == "abort" for own in output.outputs)
+    return isinstance(output, LLMError)
+
+
+def _answer(answers: Sequence[tuple[Call, object]]) -> None:
+    """Give outputs to their callers, waking each event loop once."""
+    woken: defaultdict[asyncio.AbstractEventLoop, list[Call]] = defaultdict(list)
+    for call, output in answers:
+        call.outputs.append(output)
+        woken[call.loop].append(call)
+    for loop, calls in woken.items():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(_wake, calls)
+
+
+def _wake(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call.changed.set()

@@ -32,8 +32,8 @@ class OngoingRequest:
 
     Attributes:
         read: what reads the whole of it; None: nothing does.
-        texts: what streaming has given of each completion.
-        told: tokens and characters of each that outputs have had.
+        texts: what streaming has of each completion.
+        given: tokens and characters of each that outputs have had.
         has_begun: nothing but an end has to be told at once.
     """
 
@@ -41,12 +41,12 @@ class OngoingRequest:
     kind: RequestOutputKind
     read: Reading | None = None
     texts: list[str] = field(default_factory=list)
-    told: list[tuple[int, int]] = field(default_factory=list)
+    given: list[tuple[int, int]] = field(default_factory=list)
     has_begun: bool = False
 
     def __post_init__(self) -> None:
         self.texts = [""] * len(self.state.completions)
-        self.told = [(0, 0)] * len(self.state.completions)
+        self.given = [(0, 0)] * len(self.state.completions)
         self.has_begun = self.kind is RequestOutputKind.FINAL_ONLY
 
     def is_due(self, is_time: bool) -> bool:
@@ -68,7 +68,7 @@ class OngoingRequest:
     def _is_new(self) -> bool:
         if self.state.finished or self.kind is RequestOutputKind.FINAL_ONLY:
             return self.state.finished
-        pairs = zip(self.state.completions, self.told, strict=True)
+        pairs = zip(self.state.completions, self.given, strict=True)
         return any(completion.request.num_output_tokens > tokens for completion, (tokens, _) in pairs)
 
     def _advance(self, index: int, own: CompletionOutput) -> None:
@@ -78,9 +78,9 @@ class OngoingRequest:
         pieces.clear()
         if own.finish_reason is None:
             own.text = self.texts[index]  # without what may yet be the start of a stop string
-        tokens, characters = self.told[index]
+        tokens, characters = self.given[index]
         self.has_begun = self.has_begun or bool(own.token_ids)
-        self.told[index] = len(own.token_ids), len(own.text)
+        self.given[index] = len(own.token_ids), len(own.text)
         if self.kind is RequestOutputKind.DELTA:
             own.text, own.token_ids = own.text[characters:], own.token_ids[tokens:]
             own.logprobs = None if own.logprobs is None else own.logprobs[tokens:]
