@@ -20,9 +20,8 @@ from tiny_models import TINY_MODELS, VOCAB, config_of, randomise, reference_mode
 
 from llm import LLM
 from llm.runner.batch import InputBatch
-from llm.runner.speculation.pace import Choice
 from llm.runner.speculation.proposer import ComputedStep
-from llm.runner.speculation.speculator import Speculator
+from llm.runner.speculation.speculator import Choice, Speculator
 
 # A row of `TINY_MODELS` -> what makes a single layer of it the one that its heads have.
 ONE_LAYER: dict[str, Mapping[str, Any]] = {

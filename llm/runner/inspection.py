@@ -1,4 +1,9 @@
-"""What a runner finds out about its model: its layers, their inputs and outputs, what varies with the batch.
+"""What a runner finds out about its model: its sizes, what varies with the batch, its layers' inputs and outputs.
+
+What a step reads and computes (`count_model`), whatever the backend: every step reads all GEMM weights (linear layers
+and LM head, a tied table once) and the KV cache of its requests, and reads and writes their recurrent states. Every
+token goes through every linear layer, every sampled position through the LM head. Of a layer of experts it is as many
+as a token chooses: a step of several tokens reads more of them. Norms, rotary embeddings and softmax count as free.
 
 Hooks observe or keep inputs and outputs, for calibration and the quantization report. A hooked expert is called by
 itself, with its own tokens.
@@ -7,7 +12,7 @@ itself, with its own tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +21,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from llm.base.custom_op import CustomOp, replaced_class, replacement_reason
-from llm.engine.boundary import Captured, LayerReport
+from llm.engine.boundary import AttentionCost, Captured, LayerReport, ModelCost
+from llm.forward import StateSpec
+from llm.kernels.weight import ExpertWeights, Weight
 from llm.layers.attention import Attention, PagedAttention
+from llm.layers.embedding import VocabParallelEmbedding
+from llm.layers.latent_attention import LatentAttention
 from llm.layers.linear import LinearBase
 from llm.layers.moe import FusedMoE
 from llm.quantization.absorbed import AbsorbedLinearMethod
@@ -25,6 +34,145 @@ from llm.quantization.base import QuantizationConfig
 from llm.quantization.quantizer import decibels, far_layers
 from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
 from llm.quantization.storage.requantized import Requantized
+
+# Channels per block of the second moment: a matrix over all channels would be larger than the model.
+_RUN = 512
+Hook = Callable[[nn.Module, tuple[torch.Tensor, torch.Tensor], torch.Tensor], None]
+
+
+def count_model(model: nn.Module, kv_cache_dtype: torch.dtype, states: Sequence[StateSpec] = ()) -> ModelCost:
+    """The sizes of a built model, quantized or not, whose layers keep these states."""
+    head = getattr(model, "lm_head", None)
+    layers = [module for module in model.modules() if hasattr(module, "quant_kind")]
+    lookup_only = [module for module in layers if module.quant_kind == "embedding" and module is not head]
+    attention = [module for module in model.modules() if isinstance(module, Attention | LatentAttention)]
+    total = _stored_bytes(model.modules())
+    mixtures = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    experts = [_stored_bytes(module.modules()) for module in mixtures]
+    unchosen = sum(round(size * _unchosen(module)) for size, module in zip(experts, mixtures, strict=True))
+    linear = sum(_matrix_elements(module) for module in layers if module.quant_kind != "embedding")
+    unmet = sum(
+        round(sum(_matrix_elements(part) for part in module.modules() if hasattr(part, "quant_kind")) * share)
+        for module in model.modules()
+        if (share := _unchosen(module))
+    )
+    return ModelCost(
+        parameters=sum(_elements(module) for module in model.modules()),
+        linear_weights=linear - unmet,
+        head_weights=0 if head is None else _matrix_elements(head),
+        bytes_per_step=total - _stored_bytes(iter(lookup_only)) - unchosen,
+        chosen_bytes=sum(experts) - unchosen,
+        weight_bytes=total,
+        attention=Counter(attention_cost(module, kv_cache_dtype) for module in attention),
+        state_bytes=sum(spec.bytes_per_request() for spec in states),
+        arithmetic=frozenset(
+            (weight.kind, weight.activations) for weight in _weights(model) if weight.activations != "float"
+        ),
+    )
+
+
+def _weights(model: nn.Module) -> Iterator[Weight]:
+    """The packed weights of all layers."""
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, ExpertWeights):
+                yield from (*value.gate_up, *value.down)
+            elif isinstance(value, Weight):
+                yield value
+
+
+def _unchosen(module: nn.Module) -> float:
+    """The share of its experts that a token does not go to; 0 for anything but a layer of experts."""
+    return 1 - module.top_k / module.num_experts if isinstance(module, FusedMoE) else 0.0
+
+
+def stored_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """The weights that a module itself holds. Packed weights may be attributes instead of parameters."""
+    found: list[torch.Tensor] = list(module.parameters(recurse=False))
+    if hasattr(module, "quant_kind"):
+        found += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+        found += list(module.buffers(recurse=False))
+    return found
+
+
+def matrix_sizes(layer: nn.Module) -> tuple[int, int] | None:
+    """(inputs, outputs) of a layer with a `quant_method`; None if its weight is not a single matrix."""
+    if isinstance(layer, VocabParallelEmbedding):
+        return layer.embedding_dim, layer.num_embeddings
+    return (layer.input_size, layer.output_size) if isinstance(layer, LinearBase) else None
+
+
+def attention_cost(layer: Attention | LatentAttention, kv_cache_dtype: torch.dtype) -> AttentionCost:
+    bytes_per_token = layer.kv_cache_spec(kv_cache_dtype).bytes_per_token()
+    return AttentionCost(layer.operations_per_pair, bytes_per_token, layer.sliding_window)
+
+
+def _stored_bytes(modules: Iterator[nn.Module]) -> int:
+    tensors = {id(tensor): tensor for module in modules for tensor in stored_tensors(module)}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _elements(module: nn.Module) -> int:
+    """Number of logical weights that a module itself holds, however they are stored."""
+    if not hasattr(module, "quant_kind"):
+        return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    bias = getattr(module, "bias", None)
+    return _matrix_elements(module) + (0 if bias is None else bias.numel())
+
+
+def _matrix_elements(layer: nn.Module) -> int:
+    sizes = matrix_sizes(layer)
+    return sizes[0] * sizes[1] if sizes else sum(tensor.numel() for tensor in stored_tensors(layer))
+
+
+def what_varies(model: nn.Module) -> str | None:
+    """Why answers may depend on the batch: something other than the backend's kernels computes a layer; None if not.
+
+    `Backend.invariant` says whether those kernels are batch-invariant.
+    """
+    own: str | None = getattr(model, "varies", None)
+    if own is not None:
+        return own
+    for module in model.modules():
+        if replaced_class(type(module)) is not None:
+            return replacement_reason(type(module))
+        if isinstance(module, CustomOp) and type(module).dispatch_forward is not CustomOp.dispatch_forward:
+            return f"{type(module).__name__} chooses its method itself"
+        op = module if isinstance(module, CustomOp) and not module.is_layer else None
+        if op is not None and op.binding.is_off:
+            return f"{op.name} is {op.binding.reason}: PyTorch's own operations compute it"
+        if isinstance(module, FusedMoE) and not isinstance(module.custom_routing_function, CustomOp | None):
+            return "a custom_routing_function chooses experts"
+        if isinstance(module, Attention) and type(module.backend) is not PagedAttention:
+            return f"attention is {type(module.backend).__name__}'s"
+        if op is not None and op.binding.method == "forward_native":
+            return f"{op.name} has no kernel ({op.binding.reason}): PyTorch's own operations compute it"
+        method: Any = getattr(module, "quant_method", None)
+        if method is not None and not method.invariant:
+            return f"{method.scheme or type(method).__name__} has no invariant kernel"
+    return None
+
+
+def held_otherwise(model: nn.Module, config: QuantizationConfig | None) -> str:
+    """What `llm.config` tells of how weights are held: which of them in another form than others; "" for nothing."""
+    named = [(name, getattr(module, "quant_method", None)) for name, module in model.named_modules()]
+    methods = [method for _, method in named]
+    stored = dict.fromkeys(method.stored_as for method in methods if isinstance(method, AbsorbedLinearMethod))
+    schemes = ", ".join(filter(None, stored))
+    told = Counter(filter(None, (getattr(method, "told", "") for method in methods)))
+    parts = []
+    if config is not None and config.told:
+        weights = [getattr(module, "packed_weight", None) for _, module in linear_layers(model)]
+        held = [part for weight in weights if weight is not None for part in weight.memory().values()]
+        size = sum(part.nbytes for part in held if part is not None)
+        parts.append(f"{config.told}; with their scales they take {size:,} bytes")
+    parts += [f"{count} {'layer' if count == 1 else 'layers'} {what}" for what, count in told.items()]
+    if schemes:
+        parts.append(f"kv_b_proj, {schemes} in the checkpoint, is held as float32: latent attention reads it in parts")
+    storages = [(name, getattr(method, "storage", None)) for name, method in named]
+    measured = [(name, getattr(storage, "signal_to_noise", None)) for name, storage in storages]
+    parts += far_layers([(name, ratio) for name, ratio in measured if ratio is not None])
+    return "; ".join(parts)
 
 
 def layer_reports(model: Any, weight_dtype: torch.dtype) -> list[LayerReport]:
@@ -49,7 +197,7 @@ def _has_one_weight(module: nn.Module) -> bool:
 
 
 def _layer_report(name: str, module: Any, weight_dtype: torch.dtype) -> LayerReport:
-    method, after = module.quant_method, _stored_bytes(module)
+    method, after = module.quant_method, _bytes_in_memory(module)
     packed = getattr(module, "packed_weight", None) if method.scheme else None
     before = packed.n * packed.k * weight_dtype.itemsize if packed is not None else after
     snr = getattr(getattr(method, "storage", None), "signal_to_noise", None)
@@ -67,14 +215,10 @@ def _together(name: str, reports: list[LayerReport], parts: list[nn.Module]) -> 
     return LayerReport(name, scheme, before, after, snr, kind="moe")
 
 
-def _stored_bytes(module: Any) -> int:
+def _bytes_in_memory(module: Any) -> int:
     """Bytes of the layer's weight in memory, without its bias."""
     tensors = [*module.buffers(recurse=False), *module.parameters(recurse=False)]
     return sum(tensor.nbytes for tensor in tensors if tensor is not getattr(module, "bias", None))
-
-
-# Channels per block of the second moment: a matrix over all channels would be larger than the model.
-_RUN = 512
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -237,9 +381,6 @@ def _remove(hooks: list[RemovableHandle]) -> None:
     hooks.clear()
 
 
-Hook = Callable[[nn.Module, tuple[torch.Tensor, torch.Tensor], torch.Tensor], None]
-
-
 class ExpertCounter:
     """Counts the tokens of each expert of every layer of experts of `model`, until `stop`."""
 
@@ -265,53 +406,3 @@ class ExpertCounter:
             counts[:] = [before + more for before, more in zip(counts, chosen.tolist(), strict=True)]
 
         return add
-
-
-def what_varies(model: nn.Module) -> str | None:
-    """Why answers may depend on the batch: something other than the backend's kernels computes a layer; None if not.
-
-    `Backend.invariant` says whether those kernels are batch-invariant.
-    """
-    own: str | None = getattr(model, "varies", None)
-    if own is not None:
-        return own
-    for module in model.modules():
-        if replaced_class(type(module)) is not None:
-            return replacement_reason(type(module))
-        if isinstance(module, CustomOp) and type(module).dispatch_forward is not CustomOp.dispatch_forward:
-            return f"{type(module).__name__} chooses its method itself"
-        op = module if isinstance(module, CustomOp) and not module.is_layer else None
-        if op is not None and op.binding.is_off:
-            return f"{op.name} is {op.binding.reason}: PyTorch's own operations compute it"
-        if isinstance(module, FusedMoE) and not isinstance(module.custom_routing_function, CustomOp | None):
-            return "a custom_routing_function chooses experts"
-        if isinstance(module, Attention) and type(module.backend) is not PagedAttention:
-            return f"attention is {type(module.backend).__name__}'s"
-        if op is not None and op.binding.method == "forward_native":
-            return f"{op.name} has no kernel ({op.binding.reason}): PyTorch's own operations compute it"
-        method: Any = getattr(module, "quant_method", None)
-        if method is not None and not method.invariant:
-            return f"{method.scheme or type(method).__name__} has no invariant kernel"
-    return None
-
-
-def held_otherwise(model: nn.Module, config: QuantizationConfig | None) -> str:
-    """What `llm.config` tells of how weights are held: which of them in another form than others; "" for nothing."""
-    named = [(name, getattr(module, "quant_method", None)) for name, module in model.named_modules()]
-    methods = [method for _, method in named]
-    stored = dict.fromkeys(method.stored_as for method in methods if isinstance(method, AbsorbedLinearMethod))
-    schemes = ", ".join(filter(None, stored))
-    told = Counter(filter(None, (getattr(method, "told", "") for method in methods)))
-    parts = []
-    if config is not None and config.told:
-        weights = [getattr(module, "packed_weight", None) for _, module in linear_layers(model)]
-        held = [part for weight in weights if weight is not None for part in weight.memory().values()]
-        size = sum(part.nbytes for part in held if part is not None)
-        parts.append(f"{config.told}; with their scales they take {size:,} bytes")
-    parts += [f"{count} {'layer' if count == 1 else 'layers'} {what}" for what, count in told.items()]
-    if schemes:
-        parts.append(f"kv_b_proj, {schemes} in the checkpoint, is held as float32: latent attention reads it in parts")
-    storages = [(name, getattr(method, "storage", None)) for name, method in named]
-    measured = [(name, getattr(storage, "signal_to_noise", None)) for name, storage in storages]
-    parts += far_layers([(name, ratio) for name, ratio in measured if ratio is not None])
-    return "; ".join(parts)

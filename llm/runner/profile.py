@@ -23,7 +23,7 @@ from llm.layers.attention import Attention
 from llm.layers.latent_attention import LatentAttention
 from llm.layers.moe import FusedMoE
 from llm.runner.batch import InputBatch, StepInput
-from llm.runner.cost import attention_cost, matrix_sizes, stored_tensors
+from llm.runner.inspection import attention_cost, matrix_sizes, stored_tensors
 
 OPERATION, MODEL, ENGINE = "operation", "model", "engine"
 PREFILL, DECODE = "prefill", "decode"

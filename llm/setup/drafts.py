@@ -11,7 +11,7 @@ from llm.kernels.backend import Backend
 from llm.models.decoder import DecoderConfig, DecoderForCausalLM
 from llm.models.eagle3 import NUM_TAPS, Eagle3Config, Eagle3ForCausalLM
 from llm.platforms import Platform
-from llm.runner.speculation.pace import MOST_ROWS
+from llm.runner.speculation.speculator import MOST_ROWS
 from llm.setup.plan import make_plan
 from llm.setup.source import Implementation, ReadModel, read_model, read_tokenizer
 from llm.tokenizer import Tokenizer

@@ -40,7 +40,7 @@ from llm.quantization.base import QuantizationConfig
 from llm.quantization.configs.online import RECIPES, OnlineConfig
 from llm.quantization.schemes.method import IntegerMethod
 from llm.quantization.storage.streamed import StreamedStorage
-from llm.runner.cost import count_model
+from llm.runner.inspection import count_model
 from llm.setup.source import ReadModel
 
 _BYTES_PER_ID = 4

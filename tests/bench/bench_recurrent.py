@@ -27,7 +27,7 @@ import torch
 
 from llm.kernels.select import backend_for
 from llm.platforms import select_platform
-from llm.runner.cost import ModelCost
+from llm.runner.inspection import ModelCost
 from llm.tools.bench.calibrate import _read_rate
 
 ROOT = Path(__file__).parents[2]

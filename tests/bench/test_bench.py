@@ -26,7 +26,7 @@ from llm.engine.stats import EngineStats
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model_cls
-from llm.runner.cost import AttentionCost, ModelCost, count_model
+from llm.runner.inspection import AttentionCost, ModelCost, count_model
 from llm.tools.bench import calibrate, session, shapes
 from llm.tools.bench.compare import Transformers, agreement
 from llm.tools.bench.measure import Ours, Run, decode_cost, engine_figures, prefill_cost, private_bytes, speed_figures

@@ -31,8 +31,7 @@ from llm.errors import OutOfMemoryError
 from llm.llm import EMBEDDED_MODEL
 from llm.runner.speculation.draft_model import DraftModelSource
 from llm.runner.speculation.lookup import ForcedSource, NgramSource, SuffixAutomaton
-from llm.runner.speculation.pace import Chances, Choice, StepTimes, choose
-from llm.runner.speculation.speculator import Speculator
+from llm.runner.speculation.speculator import Chances, Choice, Speculator, StepTimes, choose
 
 
 class Eager(Speculator):

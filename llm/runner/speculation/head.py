@@ -24,8 +24,8 @@ import torch
 
 from llm.forward import AttentionMetadata, ForwardBatch
 from llm.runner.batch import InputBatch
-from llm.runner.speculation.pace import MOST_ROWS
 from llm.runner.speculation.proposer import ComputedStep, Offer, Source
+from llm.runner.speculation.speculator import MOST_ROWS
 from llm.sampling.logprobs import NO_LOGPROBS
 from llm.sampling.sampler import Sampler, SamplingRows
 

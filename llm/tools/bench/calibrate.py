@@ -26,7 +26,7 @@ from llm.kernels.select import backend_for
 from llm.kernels.state import is_private, private_cache
 from llm.kernels.weight import Weight
 from llm.platforms import select_platform
-from llm.runner.cost import ModelCost
+from llm.runner.inspection import ModelCost
 
 # Larger than the caches of most machines; on small machines a share of the free memory.
 _READ_BYTES = 1 << 30

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from llm.engine.boundary import Phase, Rates
 from llm.engine.stats import EngineStats
 from llm.llm import LLM
-from llm.runner.cost import ModelCost
+from llm.runner.inspection import ModelCost
 from llm.sampling_params import SamplingParams
 from llm.tools.bench.calibrate import CpuWatch
 from llm.tools.bench.workloads import PREFILL_REPS, Workload, make_workload
