@@ -33,6 +33,12 @@ class LayerArguments(TypedDict):
     tp: TensorParallel
 
 
+class LinearArguments(LayerArguments):
+    """Those of linear layers."""
+
+    return_bias: bool
+
+
 class LinearBase(PluggableLayer):
     """y = x W^T + bias, with the weight behind `quant_method`.
 

@@ -16,7 +16,7 @@ from llm.forward import ForwardBatch
 from llm.kernels.select import backend_of_construction
 from llm.layers.linear import (
     ColumnParallelLinear,
-    LayerArguments,
+    LinearArguments,
     MergedColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
@@ -98,7 +98,12 @@ class GatedDeltaNetAttention(DecayingLayer):
         super().__init__()
         self.heads, self.hidden_size, self.layer_index, self.beta_scale = heads, hidden_size, layer_index, beta_scale
         self.tp, self.prefix = tp, prefix
-        self._types: LayerArguments = {"params_dtype": params_dtype, "quant_config": quant_config, "tp": tp}
+        self._types: LinearArguments = {
+            "params_dtype": params_dtype,
+            "quant_config": quant_config,
+            "tp": tp,
+            "return_bias": False,
+        }
         self.build_projections()
         self.conv1d = CausalConv1d(
             [heads.keys, heads.keys, heads.values], kernel_size, activation="silu", params_dtype=params_dtype, tp=tp
@@ -107,9 +112,7 @@ class GatedDeltaNetAttention(DecayingLayer):
         self.dt_bias = head_parameter(heads.heads * (heads.key_size if self.decay_per_channel else 1), tp)
         norm = RMSNormGated(heads.value_size, eps, norm_before_gate=True, dtype=params_dtype, activation=activation)
         self.add_module(self.norm_name, norm)
-        out = RowParallelLinear(
-            heads.values, hidden_size, False, prefix=f"{prefix}.{self.out_name}", return_bias=False, **self._types
-        )
+        out = RowParallelLinear(heads.values, hidden_size, False, prefix=f"{prefix}.{self.out_name}", **self._types)
         self.add_module(self.out_name, out)
         self._ops = backend_of_construction().ops
 
@@ -136,14 +139,10 @@ class GatedDeltaNetAttention(DecayingLayer):
         return getattr(self, self.out_name)(normed.flatten(1))
 
     def column(self, name: str, size: int) -> ColumnParallelLinear:
-        return ColumnParallelLinear(
-            self.hidden_size, size, False, prefix=f"{self.prefix}.{name}", return_bias=False, **self._types
-        )
+        return ColumnParallelLinear(self.hidden_size, size, False, prefix=f"{self.prefix}.{name}", **self._types)
 
     def merged(self, name: str, sizes: list[int]) -> MergedColumnParallelLinear:
-        return MergedColumnParallelLinear(
-            self.hidden_size, sizes, False, prefix=f"{self.prefix}.{name}", return_bias=False, **self._types
-        )
+        return MergedColumnParallelLinear(self.hidden_size, sizes, False, prefix=f"{self.prefix}.{name}", **self._types)
 
 
 @PluggableLayer.register("qwen_gated_delta_net_attention")
@@ -172,7 +171,7 @@ class QwenNextGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
 
     def _by_key_head(self, name: str, sizes: list[int]) -> StackedByHead:
         path, heads = f"{self.prefix}.{name}", self.heads.key_heads
-        return StackedByHead(self.hidden_size, sizes, heads, prefix=path, return_bias=False, **self._types)
+        return StackedByHead(self.hidden_size, sizes, heads, prefix=path, **self._types)
 
     def project(self, hidden: torch.Tensor) -> Projected:
         beta, decay = self.in_proj_ba(hidden).tensor_split(2, dim=-1)
@@ -216,8 +215,8 @@ class KimiGatedDeltaNetAttention(GatedDeltaNetAttention):
     def _low_rank(self, name: str, rank: int, size: int) -> tuple[ReplicatedLinear, ColumnParallelLinear]:
         first, second = f"{self.prefix}.{name}_a_proj", f"{self.prefix}.{name}_b_proj"
         return (
-            ReplicatedLinear(self.hidden_size, rank, False, prefix=first, return_bias=False, **self._types),
-            ColumnParallelLinear(rank, size, False, prefix=second, return_bias=False, **self._types),
+            ReplicatedLinear(self.hidden_size, rank, False, prefix=first, **self._types),
+            ColumnParallelLinear(rank, size, False, prefix=second, **self._types),
         )
 
     def project(self, hidden: torch.Tensor) -> Projected:

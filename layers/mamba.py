@@ -281,14 +281,12 @@ class MambaMixer2(MambaBase, DecayingLayer):
         prefix: str = "",
     ) -> None:
         super().__init__()
-        common: dict[str, Any] = {"params_dtype": params_dtype, "quant_config": quant_config}
+        common: dict[str, Any] = {"params_dtype": params_dtype, "quant_config": quant_config, "return_bias": False}
         self.layer_index, self.dt_limit = layer_index, dt_limit
         shared = n_groups * ssm_state_size
         self.conv_sizes = [intermediate_size, shared, shared]
         self.sizes = [intermediate_size, sum(self.conv_sizes), num_heads]
-        self.in_proj = ReplicatedLinear(
-            hidden_size, sum(self.sizes), use_bias, prefix=f"{prefix}.in_proj", return_bias=False, **common
-        )
+        self.in_proj = ReplicatedLinear(hidden_size, sum(self.sizes), use_bias, prefix=f"{prefix}.in_proj", **common)
         parts = [intermediate_size, *self.conv_sizes, num_heads]
         self.factors = None if multipliers is None else ColumnFactors(list(zip(parts, multipliers, strict=True)))
         self.conv1d = CausalConv1d(
@@ -299,7 +297,7 @@ class MambaMixer2(MambaBase, DecayingLayer):
             intermediate_size, n_groups, use_rms_norm, rms_norm_eps, params_dtype, norm_before_gate=norm_before_gate
         )
         self.out_proj = ReplicatedLinear(
-            intermediate_size, hidden_size, use_bias, prefix=f"{prefix}.out_proj", return_bias=False, **common
+            intermediate_size, hidden_size, use_bias, prefix=f"{prefix}.out_proj", **common
         )
         self._ops = backend_of_construction().ops
 

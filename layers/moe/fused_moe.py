@@ -26,7 +26,7 @@ from llm.layers.activation import GeluAndMul, ReLUSquaredActivation, SiluAndMul,
 from llm.layers.kernel_op import KernelOp
 from llm.layers.linear import (
     ColumnParallelLinear,
-    LayerArguments,
+    LinearArguments,
     LinearBase,
     MergedColumnParallelLinear,
     RowParallelLinear,
@@ -337,22 +337,24 @@ class Expert(Patchable):
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        types: LayerArguments = {"params_dtype": params_dtype, "quant_config": quant_config, "tp": tp}
+        types: LinearArguments = {
+            "params_dtype": params_dtype,
+            "quant_config": quant_config,
+            "tp": tp,
+            "return_bias": False,
+        }
         self._first = FIRST_LAYER[is_gated]
         path, inner = f"{prefix}.{self._first}", intermediate_size
         if is_gated:
-            self.gate_up_proj = MergedColumnParallelLinear(
-                hidden_size, [inner, inner], bias, prefix=path, return_bias=False, **types
-            )
+            self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [inner, inner], bias, prefix=path, **types)
         else:
-            self.up_proj = ColumnParallelLinear(hidden_size, inner, bias, prefix=path, return_bias=False, **types)
+            self.up_proj = ColumnParallelLinear(hidden_size, inner, bias, prefix=path, **types)
         self.down_proj = RowParallelLinear(
             intermediate_size,
             hidden_size,
             bias,
             reduce_results=False,
             prefix=f"{prefix}.down_proj",
-            return_bias=False,
             **types,
         )
         self._act_fn = [act_fn]  # no child: the operation `experts` computes it

@@ -134,15 +134,11 @@ class Eagle3ForCausalLM(Patchable):
         self.config = config
         self.embed_tokens: VocabParallelEmbedding | None = None
         if config.has_embedding:
-            self.embed_tokens = VocabParallelEmbedding(
-                config.vocab_size, size, prefix="embed_tokens", padding_size=1, **context.common
-            )
-        self.fc = ReplicatedLinear(
-            NUM_TAPS * config.target_size, size, bias=False, prefix="fc", return_bias=False, **context.common
-        )
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, prefix="embed_tokens", **context.table)
+        self.fc = ReplicatedLinear(NUM_TAPS * config.target_size, size, bias=False, prefix="fc", **context.linear)
         self.midlayer = Eagle3Layer(config, context, "midlayer")
         self.norm = config.norms.norm.build(size, context)
-        self.lm_head = ParallelLMHead(drafted, size, prefix="lm_head", padding_size=1, **context.common)
+        self.lm_head = ParallelLMHead(drafted, size, prefix="lm_head", **context.table)
         self.logits_processor = LogitsLayer(drafted)
         self.ignored_weights: tuple[str, ...] = ("rotary_emb.inv_freq", "t2d", "d2t")
         # What is added to a token of the head's vocabulary to make one of the target's; None: they are the same.

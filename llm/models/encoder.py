@@ -72,7 +72,7 @@ class EncoderModel(d.DecoderForCausalLM):
         self.token_types: VocabParallelEmbedding | None = None
         if config.token_types:
             self.token_types = VocabParallelEmbedding(
-                config.token_types, config.hidden_size, prefix="token_types", padding_size=1, **context.common
+                config.token_types, config.hidden_size, prefix="token_types", **context.table
             )
 
     def _build_score(self, classes: int, context: d.BuildContext) -> None:

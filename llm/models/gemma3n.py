@@ -89,9 +89,7 @@ class Projections(Patchable):
         super().__init__()
         hidden = context.hidden_size
         for index in range(count):
-            matrix = ReplicatedLinear(
-                hidden, hidden, bias=False, prefix=f"{prefix}.{index}", return_bias=False, **context.common
-            )
+            matrix = ReplicatedLinear(hidden, hidden, bias=False, prefix=f"{prefix}.{index}", **context.linear)
             self.add_module(str(index), matrix)
         self._ops = backend_of_construction().ops
 
@@ -129,13 +127,9 @@ class Laurel(Patchable):
 
     def __init__(self, norms: Gemma3nNorms, context: d.BuildContext, prefix: str) -> None:
         super().__init__()
-        hidden, rank, common = context.hidden_size, norms.laurel_rank, context.common
-        self.linear_left = ReplicatedLinear(
-            hidden, rank, bias=False, prefix=f"{prefix}.linear_left", return_bias=False, **common
-        )
-        self.linear_right = ReplicatedLinear(
-            rank, hidden, bias=False, prefix=f"{prefix}.linear_right", return_bias=False, **common
-        )
+        hidden, rank, linear = context.hidden_size, norms.laurel_rank, context.linear
+        self.linear_left = ReplicatedLinear(hidden, rank, bias=False, prefix=f"{prefix}.linear_left", **linear)
+        self.linear_right = ReplicatedLinear(rank, hidden, bias=False, prefix=f"{prefix}.linear_right", **linear)
         self.post_laurel_norm = norms.altup.norm.build(hidden, context)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -67,17 +67,11 @@ class SharedBlockConfig(d.PartConfig):
 
 def _adapter(into: LinearBase, rank: int, context: d.BuildContext, prefix: str, outputs: list[int]) -> nn.Sequential:
     """Two matrices, whose product is added to a part of the matrix of `into` that has these outputs."""
-    first = ReplicatedLinear(
-        into.input_size, rank, bias=False, prefix=f"{prefix}.0", return_bias=False, **context.common
-    )
+    first = ReplicatedLinear(into.input_size, rank, bias=False, prefix=f"{prefix}.0", **context.linear)
     path = f"{prefix}.1"
     if len(outputs) == 1:
-        return nn.Sequential(
-            first, ColumnParallelLinear(rank, outputs[0], bias=False, prefix=path, return_bias=False, **context.common)
-        )
-    return nn.Sequential(
-        first, MergedColumnParallelLinear(rank, outputs, bias=False, prefix=path, return_bias=False, **context.common)
-    )
+        return nn.Sequential(first, ColumnParallelLinear(rank, outputs[0], bias=False, prefix=path, **context.linear))
+    return nn.Sequential(first, MergedColumnParallelLinear(rank, outputs, bias=False, prefix=path, **context.linear))
 
 
 class SharedAttention(Patchable):
@@ -87,7 +81,7 @@ class SharedAttention(Patchable):
 
     def __init__(self, config: SharedBlockConfig, context: d.BuildContext, prefix: str) -> None:
         super().__init__()
-        heads, common = config.heads, context.common
+        heads, linear = config.heads, context.linear
         inputs, self.size = 2 * context.hidden_size, heads.size
         self.qkv_proj = QKVParallelLinear(
             inputs,
@@ -96,14 +90,11 @@ class SharedAttention(Patchable):
             heads.key_value,
             bias=False,
             prefix=f"{prefix}.qkv_proj",
-            return_bias=False,
-            **common,
+            **linear,
         )
         self.sizes = [self.qkv_proj.num_heads * heads.size, *[self.qkv_proj.num_kv_heads * heads.size] * 2]
         outputs = heads.query * heads.size
-        self.o_proj = RowParallelLinear(
-            outputs, context.hidden_size, bias=False, prefix=f"{prefix}.o_proj", return_bias=False, **common
-        )
+        self.o_proj = RowParallelLinear(outputs, context.hidden_size, bias=False, prefix=f"{prefix}.o_proj", **linear)
         for name in self._lists:
             self.add_module(name, nn.ModuleDict())
         self.rotary_emb = None if config.rope is None else context.rotary(heads.size, config.rope)
@@ -136,11 +127,9 @@ class SharedMLP(Patchable):
         super().__init__()
         hidden, inner, bias = context.hidden_size, config.mlp.intermediate_size, config.mlp.bias
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden, [inner, inner], bias=bias, prefix=f"{prefix}.gate_up_proj", return_bias=False, **context.common
+            hidden, [inner, inner], bias=bias, prefix=f"{prefix}.gate_up_proj", **context.linear
         )
-        self.down_proj = RowParallelLinear(
-            inner, hidden, bias=bias, prefix=f"{prefix}.down_proj", return_bias=False, **context.common
-        )
+        self.down_proj = RowParallelLinear(inner, hidden, bias=bias, prefix=f"{prefix}.down_proj", **context.linear)
         self.gate_up_proj_adapter_list = nn.ModuleDict()
         self.act_fn = d.GATED_ACTIVATIONS[config.mlp.activation]()
 
@@ -218,9 +207,7 @@ class SharedBeforeLayer(d.DecoderLayer):
             raise TypeError("a layer with a shared block is a SharedBlockLayer")
         self.use = layer.shared.use
         hidden = context.hidden_size
-        self.linear = ReplicatedLinear(
-            hidden, hidden, bias=False, prefix=f"{prefix}.linear", return_bias=False, **context.common
-        )
+        self.linear = ReplicatedLinear(hidden, hidden, bias=False, prefix=f"{prefix}.linear", **context.linear)
         self.input_layernorm = norm.build(hidden, context)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> d.Stream:

@@ -135,16 +135,14 @@ class DecoderAttention(Patchable):
             bias=config.qkv_bias,
             stored_by_key_head=config.qkv_by_key_head,
             prefix=f"{prefix}.qkv_proj",
-            return_bias=False,
-            **context.common,
+            **context.linear,
         )
         self.o_proj = RowParallelLinear(
             heads.query * size,
             context.hidden_size,
             bias=config.out_bias,
             prefix=f"{prefix}.o_proj",
-            return_bias=False,
-            **context.common,
+            **context.linear,
         )
         # The heads of this rank.
         num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads

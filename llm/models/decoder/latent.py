@@ -75,18 +75,14 @@ class LatentAttentionConfig(PartConfig):
         return (LatentCacheSpec(self.kv_lora_rank + self.qk_rope_head_dim, dtype, scales=LATENT_SCALES),)
 
     def _modules(self, context: BuildContext, prefix: str) -> MLAModules:
-        hidden, common, rank = context.hidden_size, context.common, self.q_lora_rank
+        hidden, linear, rank = context.hidden_size, context.linear, self.q_lora_rank
         queries = self.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
 
         def by_heads(name: str, size: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                size, queries, bias=False, prefix=f"{prefix}.{name}", return_bias=False, **common
-            )
+            return ColumnParallelLinear(size, queries, bias=False, prefix=f"{prefix}.{name}", **linear)
 
         def to_latent(name: str, size: int) -> ReplicatedLinear:
-            return ReplicatedLinear(
-                hidden, size, bias=self.bias, prefix=f"{prefix}.{name}", return_bias=False, **common
-            )
+            return ReplicatedLinear(hidden, size, bias=self.bias, prefix=f"{prefix}.{name}", **linear)
 
         return MLAModules(
             q_proj=by_heads("q_proj", hidden) if rank is None else None,
@@ -101,7 +97,7 @@ class LatentAttentionConfig(PartConfig):
                 self.qk_nope_head_dim,
                 self.v_head_dim,
                 prefix=f"{prefix}.kv_b_proj",
-                **common,
+                **context.common,
             ),
             rotary_emb=None
             if self.rope is None
@@ -111,8 +107,7 @@ class LatentAttentionConfig(PartConfig):
                 hidden,
                 bias=self.bias,
                 prefix=f"{prefix}.o_proj",
-                return_bias=False,
-                **common,
+                **linear,
             ),
         )
 

@@ -88,11 +88,10 @@ class GatedMLP(Patchable):
             [inner, inner],
             bias=config.bias,
             prefix=f"{prefix}.gate_up_proj",
-            return_bias=False,
-            **context.common,
+            **context.linear,
         )
         self.down_proj = RowParallelLinear(
-            inner, hidden, bias=config.bias, prefix=f"{prefix}.down_proj", return_bias=False, **context.common
+            inner, hidden, bias=config.bias, prefix=f"{prefix}.down_proj", **context.linear
         )
         self.act_fn = (
             GeluAndMulSparse(config.sparsity, "tanh") if config.sparsity else GATED_ACTIVATIONS[config.activation]()
@@ -113,10 +112,10 @@ class PlainMLP(Patchable):
         super().__init__()
         hidden, inner = context.hidden_size, config.intermediate_size
         self.up_proj = ColumnParallelLinear(
-            hidden, inner, bias=config.bias, prefix=f"{prefix}.up_proj", return_bias=False, **context.common
+            hidden, inner, bias=config.bias, prefix=f"{prefix}.up_proj", **context.linear
         )
         self.down_proj = RowParallelLinear(
-            inner, hidden, bias=config.bias, prefix=f"{prefix}.down_proj", return_bias=False, **context.common
+            inner, hidden, bias=config.bias, prefix=f"{prefix}.down_proj", **context.linear
         )
         self.act_fn = PLAIN_ACTIVATIONS[config.activation]()
 

@@ -38,8 +38,7 @@ class DecoderStack(Patchable):
             width,
             prefix=f"{prefix}.embed_tokens",
             tied=config.tie_word_embeddings,
-            padding_size=1,
-            **context.common,
+            **context.table,
         )
         self.embed_positions: VocabParallelEmbedding | None = None
         if config.learned_positions is not None:
@@ -47,8 +46,7 @@ class DecoderStack(Patchable):
                 config.learned_positions.rows,
                 config.hidden_size,
                 prefix=f"{prefix}.embed_positions",
-                padding_size=1,
-                **context.common,
+                **context.table,
             )
         self.embed_norm: nn.Module | None = None
         if config.embedding_norm is not None:
@@ -62,7 +60,7 @@ class DecoderStack(Patchable):
         self.project_in, self.project_out = (
             None
             if config.embedding_size is None
-            else ReplicatedLinear(*sizes, bias=False, prefix=f"{prefix}.{name}", return_bias=False, **context.common)
+            else ReplicatedLinear(*sizes, bias=False, prefix=f"{prefix}.{name}", **context.linear)
             for name, sizes in (
                 ("project_in", (width, config.hidden_size)),
                 ("project_out", (config.hidden_size, width)),
@@ -135,8 +133,7 @@ class DecoderForCausalLM(Patchable):
                 config.embedding_size or config.hidden_size,
                 config.lm_head_bias,
                 prefix="lm_head",
-                padding_size=1,
-                **context.common,
+                **context.table,
             )
 
     def _build_score(self, classes: int, context: BuildContext) -> None:

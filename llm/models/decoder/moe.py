@@ -157,12 +157,8 @@ class MoEBlock(Patchable):
         if latent is None:
             return None, None
         return (
-            ReplicatedLinear(
-                hidden, latent, bias, prefix=f"{prefix}.fc1_latent_proj", return_bias=False, **context.common
-            ),
-            ReplicatedLinear(
-                latent, hidden, bias, prefix=f"{prefix}.fc2_latent_proj", return_bias=False, **context.common
-            ),
+            ReplicatedLinear(hidden, latent, bias, prefix=f"{prefix}.fc1_latent_proj", **context.linear),
+            ReplicatedLinear(latent, hidden, bias, prefix=f"{prefix}.fc2_latent_proj", **context.linear),
         )
 
     def forward(self, hidden: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:

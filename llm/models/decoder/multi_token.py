@@ -72,9 +72,7 @@ class MultiTokenHead(Patchable):
         size = context.hidden_size
         self.pre_fc_norm_embedding = config.norm.build(size, context)
         self.pre_fc_norm_hidden = config.norm.build(size, context)
-        self.fc = ReplicatedLinear(
-            2 * size, size, bias=False, prefix=config.stored("fc"), return_bias=False, **context.common
-        )
+        self.fc = ReplicatedLinear(2 * size, size, bias=False, prefix=config.stored("fc"), **context.linear)
         self.layers = nn.ModuleList([config.layer.build(context, config.stored("layers.0"))])
         self.norm = config.norm.build(size, context)
         self.carries_norm = not config.as_layer

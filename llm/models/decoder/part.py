@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from llm.forward import StateSpec
-from llm.layers.linear import LayerArguments
+from llm.layers.linear import LayerArguments, LinearArguments
 from llm.layers.norm import GemmaRMSNorm, LayerNorm, LayerNorm1P, RMSNorm
 from llm.layers.parallel import TensorParallel
 from llm.layers.rotary import RopeParameters, RotaryEmbedding
@@ -22,6 +22,12 @@ from llm.models.interface import BuildOptions
 
 NormClass = type[RMSNorm] | type[GemmaRMSNorm] | type[LayerNorm] | type[LayerNorm1P]
 M = TypeVar("M", bound=nn.Module)
+
+
+class TableArguments(LayerArguments):
+    """Those of embeddings and LM heads."""
+
+    padding_size: int
 
 
 class BuildContext:
@@ -45,6 +51,16 @@ class BuildContext:
     def common(self) -> LayerArguments:
         options = self.options
         return {"params_dtype": options.params_dtype, "quant_config": options.quant_config, "tp": options.tp}
+
+    @property
+    def linear(self) -> LinearArguments:
+        """`common` of linear layers, which return y alone."""
+        return {**self.common, "return_bias": False}
+
+    @property
+    def table(self) -> TableArguments:
+        """`common` of embeddings and LM heads, whose rows are not padded here: kernels pad."""
+        return {**self.common, "padding_size": 1}
 
     def next_state(self) -> int:
         """The index of the next state in `ForwardBatch.states`; call it in the order of `PartConfig.states`."""

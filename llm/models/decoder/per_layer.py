@@ -36,15 +36,14 @@ class PerLayerInputs(Patchable):
         super().__init__()
         hidden, width = context.hidden_size, config.layers * config.size
         self.embed_tokens_per_layer = VocabParallelEmbedding(
-            config.vocab_size, width, prefix=f"{prefix}.embed_tokens_per_layer", padding_size=1, **context.common
+            config.vocab_size, width, prefix=f"{prefix}.embed_tokens_per_layer", **context.table
         )
         self.per_layer_model_projection = ReplicatedLinear(
             hidden,
             width,
             bias=False,
             prefix=f"{prefix}.per_layer_model_projection",
-            return_bias=False,
-            **context.common,
+            **context.linear,
         )
         self.per_layer_projection_norm = config.norm.build(config.size, context)
         self.size, self.scale = config.size, hidden**-0.5
@@ -61,12 +60,12 @@ class PerLayerGate(Patchable):
 
     def __init__(self, size: int, activation: str, norm: NormConfig, context: BuildContext, prefix: str) -> None:
         super().__init__()
-        hidden, common = context.hidden_size, context.common
+        hidden, linear = context.hidden_size, context.linear
         self.per_layer_input_gate = ReplicatedLinear(
-            hidden, size, bias=False, prefix=f"{prefix}.per_layer_input_gate", return_bias=False, **common
+            hidden, size, bias=False, prefix=f"{prefix}.per_layer_input_gate", **linear
         )
         self.per_layer_projection = ReplicatedLinear(
-            size, hidden, bias=False, prefix=f"{prefix}.per_layer_projection", return_bias=False, **common
+            size, hidden, bias=False, prefix=f"{prefix}.per_layer_projection", **linear
         )
         self.post_per_layer_input_norm = norm.build(hidden, context)
         self.act_fn = PLAIN_ACTIVATIONS[activation]()

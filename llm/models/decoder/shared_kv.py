@@ -40,13 +40,9 @@ class SharedKVAttention(Patchable):
         of, tp = config.attention, context.tp
         heads, size = of.heads, of.heads.size
         hidden, width = context.hidden_size, heads.query * size
-        common = context.common
-        self.q_proj = ColumnParallelLinear(
-            hidden, width, bias=of.qkv_bias, prefix=f"{prefix}.q_proj", return_bias=False, **common
-        )
-        self.o_proj = RowParallelLinear(
-            width, hidden, bias=of.out_bias, prefix=f"{prefix}.o_proj", return_bias=False, **common
-        )
+        linear = context.linear
+        self.q_proj = ColumnParallelLinear(hidden, width, bias=of.qkv_bias, prefix=f"{prefix}.q_proj", **linear)
+        self.o_proj = RowParallelLinear(width, hidden, bias=of.out_bias, prefix=f"{prefix}.o_proj", **linear)
         self.head_size, self.state = size, config.state
         self.q_norm = None if of.qk_norm is None else of.qk_norm.build(size, context)
         self.rotary_emb = None if of.rope is None else context.rotary(size, of.rope, not of.rope_interleaved)
