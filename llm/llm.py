@@ -47,7 +47,7 @@ from llm.engine.stats import LLMStats
 from llm.errors import EngineBusyError, EngineClosedError, ValidationError, nearest
 from llm.explain import Explanation
 from llm.inputs import LoRARequest, PromptType, TokensPrompt
-from llm.loading.overrides import Overrides
+from llm.loading.source import Overrides
 from llm.logger import init_logger, set_log_level
 from llm.outputs import (
     BeamSearchOutput,

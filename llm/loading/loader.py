@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,11 +16,9 @@ from torch import nn
 from llm.base.bar import Bar
 from llm.errors import CheckpointError
 from llm.layers.mamba import DecayingLayer
-from llm.loading.early import EarlyPacking
 from llm.loading.source import Tensors
-from llm.loading.stacked import per_expert
-from llm.loading.weight_map import Target, WeightMap
-from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
+from llm.loading.weight_map import Target, WeightMap, per_expert
+from llm.quantization.base import PackedLinearMethod, QuantizationConfig, QuantizeMethodBase
 from llm.quantization.unquantized import widen
 
 _NAMES_SHOWN = 5
@@ -315,3 +314,53 @@ def _unfilled(name: str, weight_map: WeightMap, targets: Collection[Target]) -> 
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:_NAMES_SHOWN])
     return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
+
+
+@dataclass(eq=False)
+class _Layer:
+    """A layer, its parameters by name, and the names of those that are not filled yet."""
+
+    module: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    awaited: set[str]
+
+
+class EarlyPacking:
+    """Calls `process_weights_after_loading` of each layer when its last parameter is filled.
+
+    Other layers than those with a packed GEMM may read more than their own parameters, and wait for the end of loading.
+
+    Args:
+        expected: names of parameters that will be filled; those that are not optional need not be among them.
+
+    Attributes:
+        packed: the layers that were packed.
+    """
+
+    def __init__(self, model: nn.Module, expected: Collection[str]) -> None:
+        self.packed: set[nn.Module] = set()
+        self._layers: dict[str, _Layer] = {}
+        for path, module in model.named_modules():
+            if isinstance(getattr(module, "quant_method", None), PackedLinearMethod):
+                own = {f"{path}.{leaf}": parameter for leaf, parameter in module.named_parameters(recurse=False)}
+                awaited = {
+                    name for name, each in own.items() if name in expected or not getattr(each, "optional", False)
+                }
+                self._layers |= dict.fromkeys(own, _Layer(module, own, awaited))
+
+    def filled(self, name: str, elements: Mapping[str, int]) -> None:
+        """The parameter `name` is filled; `elements`: how many of each are loaded."""
+        layer = self._layers.get(name)
+        if layer is None or name not in layer.awaited:
+            return
+        layer.awaited.remove(name)
+        if layer.awaited:
+            return
+        for own, parameter in layer.parameters.items():
+            parameter.elements_loaded = elements.get(own, 0)  # type: ignore[attr-defined]
+        layer.module.quant_method.process_weights_after_loading(layer.module)  # type: ignore[operator, union-attr]
+        self.packed.add(layer.module)
+        left = set(map(id, layer.module.parameters(recurse=False)))
+        for parameter in layer.parameters.values():
+            if id(parameter) not in left and not parameter.is_meta:
+                parameter.data = torch.empty(0, dtype=parameter.dtype)  # the loader refers to it until the end

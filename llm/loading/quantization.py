@@ -13,7 +13,7 @@ from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.errors import CheckpointError, UnsupportedModelError, ValidationError, nearest
 from llm.loading.model_files import read_json
-from llm.loading.way_out import schemes_instead
+from llm.loading.unsupported import schemes_instead
 from llm.quantization.base import QuantizationConfig
 from llm.quantization.configs.online import RECIPES, OnlineConfig
 from llm.quantization.configs.requantize import RequantizeConfig

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from llm.base.text import list_names
 from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.loading.checkpoint import find_index, read_weight_map
-from llm.loading.way_out import of_file
+from llm.loading.unsupported import of_file
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -6,18 +6,22 @@ layout. Decides nothing: `llm.setup` uses the parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from llm.base.types import JsonObject
-from llm.errors import CheckpointError
+from llm.errors import CheckpointError, ValidationError
 from llm.loading.checkpoint import Checkpoint, TensorInfo
 from llm.loading.model_files import read_json
-from llm.loading.way_out import of_folder
+from llm.loading.unsupported import of_folder
 from llm.tokenizer_backends import TokenizerDefinition
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 _CONFIG_BYTES = 16 << 20
 
@@ -106,3 +110,45 @@ class FolderSource:
 
     def __reduce__(self) -> tuple[type[FolderSource], tuple[Path, JsonObject]]:
         return FolderSource, (self.folder, self._overrides)
+
+
+Overrides = Mapping[str, object] | Callable[["PretrainedConfig"], "PretrainedConfig"] | None
+
+
+def resolve_overrides(given: Overrides, raw: JsonObject) -> JsonObject:
+    """Keys to replace in `raw`, the decoded config.json; raises `ValidationError` if a callable returns no config."""
+    if not callable(given):
+        return dict(given or {})
+    from transformers import PretrainedConfig
+
+    config = _config_class(raw).from_dict(dict(raw))
+    before = config.to_dict()
+    changed = given(config)
+    if not isinstance(changed, PretrainedConfig):
+        raise ValidationError(
+            f"hf_overrides must be a callable that returns the config it was given, got {type(changed).__name__}.",
+            parameter="hf_overrides",
+            value=given,
+        )
+    return _changes(before, changed.to_dict(), raw)
+
+
+def _config_class(raw: JsonObject) -> type[PretrainedConfig]:
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    known = raw.get("model_type")
+    return CONFIG_MAPPING[known] if isinstance(known, str) and known in CONFIG_MAPPING else PretrainedConfig
+
+
+def _changes(before: JsonObject, after: JsonObject, raw: JsonObject) -> JsonObject:
+    """The keys whose values differ; None for one that is gone. Of a nested object, what `raw` has and its changes."""
+    found: JsonObject = {}
+    for key in before | after:
+        old, new = before.get(key), after.get(key)
+        if old == new:
+            continue
+        nested = raw.get(key)
+        if isinstance(old, dict) and isinstance(new, dict) and isinstance(nested, dict):
+            new = {**nested, **_changes(old, new, nested)}
+        found[key] = new
+    return found

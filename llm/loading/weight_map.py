@@ -6,13 +6,14 @@ segments, never by substring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from llm.errors import CheckpointError
 from llm.models.interface import Cut
 
 
@@ -134,3 +135,26 @@ def _match(pattern: list[str], segments: list[str]) -> list[str] | None:
 def _ends_with(name: str, endings: frozenset[str]) -> bool:
     """True if the name ends with one of the endings, by whole segments."""
     return any(name == ending or name.endswith("." + ending) for ending in endings)
+
+
+def per_expert(name: str, tensor: torch.Tensor, weight_map: WeightMap) -> Iterator[tuple[str, torch.Tensor]]:
+    """A checkpoint's tensor as (name, tensor) of each expert: views; itself where it is not stacked.
+
+    Raises `CheckpointError` where its first dimension is not the number of experts.
+    """
+    ending = _ending(name, weight_map.stacked)
+    start = name[: len(name) - len(ending)] if ending else ""
+    experts = weight_map.module(f"{start}experts")
+    count: int | None = getattr(experts, "num_experts", None)
+    if ending is None or count is None:
+        yield name, tensor
+        return
+    if tensor.dim() < 2 or tensor.shape[0] != count:
+        raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, the model has {count} experts.")
+    for index, part in enumerate(tensor):
+        for last, weight in weight_map.stacked[ending](part):
+            yield f"{start}experts.{index}.{last}", weight
+
+
+def _ending(name: str, stacked: Mapping[str, Cut]) -> str | None:
+    return next((ending for ending in stacked if name.endswith(f".{ending}")), None)

@@ -20,12 +20,12 @@ from torch import nn
 
 from llm.config.defaults import library_defaults
 from llm.errors import LLMError, ValidationError
+from llm.loading.gguf.save import GGUFFile, identity_of
 from llm.loading.model_files import SMALL_FILES, check_model_file
 from llm.loading.weight_map import Target
 from llm.quantization.kv_cache import has_cache_scales
 from llm.quantize.bitsandbytes import BitsAndBytesWriter
 from llm.quantize.formats import CompressedTensorsWriter, ModelSlimWriter, StoredLayer, Writer, stored_layers
-from llm.quantize.gguf import GGUFFile, identity_of
 from llm.quantize.gptq import GPTQWriter
 from llm.quantize.partial import partial_folder
 

@@ -23,10 +23,9 @@ from llm.errors import CheckpointError, UnsupportedModelError, ValidationError, 
 from llm.loading.checkpoint import TensorInfo
 from llm.loading.gguf.resolve import resolve_gguf
 from llm.loading.gguf.source import GgufSource
-from llm.loading.overrides import resolve_overrides
 from llm.loading.quantization import Resolved, requantized, resolve_quantization, without_quantization_keys
 from llm.loading.resolve import resolve_folder
-from llm.loading.source import FolderSource, ModelSource
+from llm.loading.source import FolderSource, ModelSource, resolve_overrides
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig
 from llm.models.registry import resolve_model_cls, resolve_pooling_cls

@@ -17,9 +17,8 @@ from llm import LLM, SamplingParams
 from llm.errors import CheckpointError, LLMError, OutOfMemoryError
 from llm.inputs import LoRARequest
 from llm.layers.moe import FusedMoE
-from llm.loading.adapters.config import AdapterConfig
-from llm.loading.adapters.experts import by_expert
-from llm.loading.adapters.folder import AdapterFolder
+from llm.loading.adapters.folder import AdapterConfig, AdapterFolder
+from llm.loading.adapters.targets import by_expert
 from llm.loading.weight_map import WeightMap
 from llm.models.decoder.moe import down, gate_and_up
 from llm.models.interface import Cut

@@ -19,7 +19,7 @@ from llm import LLM, SamplingParams
 from llm.errors import OutOfMemoryError, ValidationError
 from llm.layers.linear import ColumnParallelLinear
 from llm.loading import weight_file
-from llm.loading.early import EarlyPacking
+from llm.loading.loader import EarlyPacking
 from llm.loading.weight_file import WeightFile, check_folder
 from llm.platforms.cpu import CpuPlatform
 from llm.quantization.unquantized import UnquantizedLinearMethod

@@ -10,7 +10,7 @@ import pytest
 from embedded import GREEDY, PROMPTS, copy_model, open_llm, run, tokens
 
 from llm import LLM, ValidationError
-from llm.loading.overrides import resolve_overrides
+from llm.loading.source import resolve_overrides
 
 
 def shorter(config: Any) -> Any:

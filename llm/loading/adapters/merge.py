@@ -13,12 +13,11 @@ from torch import nn
 
 from llm.base.text import list_names, quote
 from llm.errors import CheckpointError
-from llm.loading.adapters.experts import by_expert
 from llm.loading.adapters.folder import AdapterFolder, Pair
+from llm.loading.adapters.targets import by_expert
 from llm.loading.checkpoint import TensorInfo
 from llm.loading.source import Tensors
-from llm.loading.stacked import per_expert
-from llm.loading.weight_map import WeightMap
+from llm.loading.weight_map import WeightMap, per_expert
 
 _INSTEAD = "pass LLM(enable_lora=True) and lora_request in each call"
 

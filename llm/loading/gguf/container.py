@@ -3,6 +3,9 @@
 Owns the layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and the checks of everything a file claims:
 each count, length, offset and alignment is compared with the bytes that are there before memory is taken for it. What
 the metadata means is `metadata.py`'s, what a tensor's bits mean `llm.kernels.reference.gguf_blocks`'s.
+
+`Keys` reads an architecture's metadata with types, `write_gguf` is the inverse of the reader. Both are our own: the
+reader is held to limits against hostile files, and the writer streams tensors that a loaded model makes one by one.
 """
 
 from __future__ import annotations
@@ -12,14 +15,17 @@ import mmap
 import os
 import struct
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
+import torch
 
-from llm.base.text import quote
+from llm.base.text import quote, show
 from llm.errors import CheckpointError
-from llm.kernels.reference.gguf_blocks import BLOCKS, type_name
+from llm.kernels.reference.gguf_blocks import BLOCKS, type_name, type_number
 from llm.loading.model_files import check_model_file
 
 _MAGIC = b"GGUF"
@@ -226,3 +232,130 @@ class _Reader:
 
     def _error(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._path} {what}.")
+
+
+_MOST_LISTED = 1 << 14
+
+
+class Metadata:
+    """The keys of one architecture, typed; raises `CheckpointError` for a value of another type."""
+
+    def __init__(self, metadata: Mapping[str, Value]) -> None:
+        self.all = metadata
+        self.architecture = metadata.get("general.architecture")
+
+    def get(self, key: str) -> Value | None:
+        return self.all.get(f"{self.architecture}.{key}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A number, or a list of one number for every layer."""
+        value = self.get(key)
+        if isinstance(value, np.ndarray) and 0 < value.size <= _MOST_LISTED and (value == value[0]).all():
+            value = value[0].item()
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, value, "an integer, the same for all layers")
+        return value
+
+    def of_layers(self, key: str) -> list[int]:
+        """A list of one number for every layer; of a number, that many times."""
+        value, count = self.get(key), self.integer("block_count")
+        if not 0 < count <= _MOST_LISTED:
+            raise self.error("block_count", count, f"an integer from 1 to {_MOST_LISTED}")
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iub" and value.size == count:
+            return [int(each) for each in value]
+        return [self.integer(key)] * count
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(key, value, "true or false")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, value, "a number")
+        # A float32 of a decimal number: 1e-05 rather than 9.999999747378752e-06, as config.json has it.
+        return float(str(np.float32(value))) if isinstance(value, float) else float(value)
+
+    def error(self, key: str, value: object, right: str) -> CheckpointError:
+        shown = "an array" if isinstance(value, np.ndarray | list) else show(value)
+        return CheckpointError(f"GGUF metadata: {self.architecture}.{key} is {shown}, must be {right}.")
+
+
+_ALIGNMENT = 32
+_ARRAYS = {np.dtype(np.int32): 5, np.dtype(np.float32): 6}
+
+
+class Planned(NamedTuple):
+    """A tensor before its bytes are made; `type` is a name of `BLOCKS`, `shape` has rows first."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        block = BLOCKS[self.type]
+        return math.prod(self.shape) // block.values * block.bytes
+
+
+def write_gguf(
+    path: Path, metadata: Mapping[str, Value], planned: Sequence[Planned], tensors: Iterable[torch.Tensor]
+) -> None:
+    """Write the file; `tensors` are those of `planned`, in their order, each of so many bytes.
+
+    Integers are stored as uint32, numbers as float32; arrays are int32 or float32. Raises RuntimeError for a tensor of
+    another size.
+    """
+    with open(path, "wb") as file:
+        file.write(_header(metadata, planned))
+        _pad(file)
+        for plan, tensor in zip(planned, tensors, strict=True):
+            data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+            if data.nbytes != plan.nbytes:
+                raise RuntimeError(f"{plan.name} has {data.nbytes} bytes, {plan.nbytes} were promised")
+            file.write(data.data)
+            _pad(file)
+
+
+def _header(metadata: Mapping[str, Value], planned: Sequence[Planned]) -> bytes:
+    parts = [struct.pack("<4sIQQ", b"GGUF", 3, len(planned), len(metadata))]
+    for key, value in metadata.items():
+        parts += [_text(key), _value(value)]
+    offset = 0
+    for plan in planned:
+        shape = plan.shape[::-1]
+        place = struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, type_number(plan.type), offset)
+        parts += [_text(plan.name), place]
+        offset += -(-plan.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return b"".join(parts)
+
+
+def _value(value: Value) -> bytes:
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _text(value)
+    if isinstance(value, np.ndarray):
+        return struct.pack("<IIQ", _ARRAY, _ARRAYS[value.dtype], len(value)) + value.tobytes()
+    return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
+
+
+def _text(value: str) -> bytes:
+    data = value.encode("utf-8")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _pad(file: BinaryIO) -> None:
+    file.write(bytes(-file.tell() % _ALIGNMENT))

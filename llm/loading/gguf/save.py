@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from llm.errors import LLMError
-from llm.loading.gguf.container import Value
+from llm.loading.gguf.container import Planned, Value, write_gguf
+from llm.loading.gguf.metadata import ARCHITECTURES, Described, describe
 from llm.loading.gguf.names import FAMILIES, Family, as_stored, gguf_name
-from llm.loading.gguf.writer import Planned, write_gguf
+from llm.loading.gguf.tokenizer import tokenizer_metadata
 from llm.loading.resolve import has_tokenizer
 from llm.loading.source import FolderSource
 from llm.loading.weight_map import rename
@@ -26,8 +27,6 @@ from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig, LatentAttentionConfig
 from llm.quantization.storage.gguf_pack import pack_blocks, type_of
 from llm.quantize.formats import StoredLayer
-from llm.quantize.gguf_metadata import ARCHITECTURES, Described, describe
-from llm.quantize.gguf_tokenizer import tokenizer_metadata
 from llm.tokenizer import Tokenizer
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

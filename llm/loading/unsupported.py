@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from llm.loading.adapters.config import described
+from llm.loading.adapters.folder import described
 
 # Part of a format's name -> the schemes to quantize the float checkpoint by.
 _SCHEMES = {
