@@ -10,6 +10,7 @@ import pytest
 
 from llm.cli import main
 from llm.kernels.cpu import build
+from llm.platforms.cpu import CpuPlatform
 from llm.tools import doctor
 from llm.tools.bench import calibrate
 
@@ -89,6 +90,8 @@ def test_slower_kernels_are_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_many_threads_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.get_num_threads", lambda: 4096)
     assert "num_threads=" in named()["threads"].todo
+    monkeypatch.setattr("torch.get_num_threads", lambda: CpuPlatform().num_threads())
+    assert not named()["threads"].todo
 
 
 def test_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

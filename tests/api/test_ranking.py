@@ -100,6 +100,8 @@ def test_scores_are_cosines_where_vectors_keep_their_length(tmp_path: Path) -> N
         asked = PoolingParams(use_activation=False)
         raw = llm.score(QUERY, DOCUMENTS, use_tqdm=False, pooling_params=asked).to_numpy()
         vectors = llm.embed([QUERY, *DOCUMENTS], use_tqdm=False).to_numpy()
+        with pytest.raises(ValidationError, match="must be one PoolingParams to score vectors"):
+            llm.score(QUERY, DOCUMENTS, use_tqdm=False, pooling_params=[asked] * len(DOCUMENTS))
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     assert np.abs(lengths - 1).max() > 0.1
     query, *documents = vectors / lengths

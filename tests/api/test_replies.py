@@ -435,6 +435,15 @@ def test_a_call_that_is_required_is_written_in_the_form_of_the_template(llm: LLM
             assert given.get("note") is None or isinstance(given["note"], str)
 
 
+@pytest.mark.parametrize(
+    ("mark", "written"), [("", '[TOOL_CALLS][{"name": "rest"'), ("[ARGS]", "[TOOL_CALLS]rest[ARGS]{")]
+)
+def test_mistrals_older_and_newer_form(llm: LLM, mark: str, written: str) -> None:
+    template = "{{ tools[0].function.name if tools }}{# [TOOL_CALLS]" + mark + " #}"
+    (own,) = called(llm, "required", tools=TWO[2:], chat_template=template, parallel_tool_calls=False)
+    assert own.text.startswith(written) and own.tool_calls[0].name == "rest"
+
+
 @pytest.mark.parametrize("form", ["qwen3_coder", "hermes", "pythonic", "olmo3"])
 def test_several_calls_may_be_written_where_one_is_required(llm: LLM, form: str) -> None:
     template = "{{ tools[0].function.name if tools }}{# " + " ".join(FORMS[form].marks[0]) + " #}"

@@ -16,6 +16,7 @@ from test_html import Checker
 from tiny_models import TINY_MODELS, write_checkpoint
 
 from llm import LLM, SamplingParams, ValidationError
+from llm.base.optional import quiet
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.errors import OutOfMemoryError
 from llm.llm import EMBEDDED_MODEL
@@ -179,3 +180,18 @@ def test_an_interval_holds_the_mean_of_other_texts() -> None:
     assert change_interval(before, before) == (1.0, 1.0)
     assert change_interval(before, after) != (1.0, 1.0)
     assert perplexity_interval(TextScores(0.0, 100, (), before.losses[:100])) is None
+
+
+def test_the_bars_of_transformers_are_off_meanwhile_and_then_as_before() -> None:
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    try:
+        for switch in (logging.disable_progress_bar, logging.enable_progress_bar):
+            switch()
+            was_on = logging.is_progress_bar_enabled()
+            with quiet():
+                assert not logging.is_progress_bar_enabled()
+            assert logging.is_progress_bar_enabled() == was_on
+    finally:
+        (logging.enable_progress_bar if before else logging.disable_progress_bar)()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from embedded import GREEDY, PROMPTS, engine_of, open_llm, run
 from tqdm.auto import tqdm
 
@@ -109,6 +110,16 @@ def test_a_callable_gets_what_is_known(llm: LLM) -> None:
         assert item.done + item.running + item.waiting == item.rows
         assert (item.seconds_left is None) == (item.done - item.not_run == 0 and item.done < item.rows)
     assert "4/4 rows done in " in last.summary() and "1 failed, 3 stopped by length, prefix hits" in last.summary()
+
+
+def test_a_row_that_fails_while_it_runs_is_a_failed_row(llm: LLM) -> None:
+    def fails(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        raise KeyError("my table")
+
+    found: list[GenerationProgress] = []
+    params = [PARAMS[0], SamplingParams(logits_processors=[fails]), PARAMS[2]]
+    llm.generate([[7, 8]] * 3, params, use_tqdm=found.append)
+    assert (found[-1].done, found[-1].failed, found[-1].stopped_by_length) == (3, 1, 2)
 
 
 def test_what_no_callable_takes_is_refused(llm: LLM) -> None:

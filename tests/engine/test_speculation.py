@@ -318,6 +318,7 @@ def test_what_was_drafted_and_accepted_is_counted() -> None:
         ({"num_speculative_token": 2}, "Did you mean 'num_speculative_tokens'?"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be an integer from 1 to 63, got 0"),
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_max must be an integer of at least 4"),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min must be an integer of at least 1, got 0"),
         ({"method": "draft_model"}, "must be the folder of what drafts"),
         ({"draft_tensor_parallel_size": 2}, "a model runs on one device"),
     ],

@@ -328,6 +328,7 @@ def test_openai_batches(llm: LLM, tmp_path: Path) -> None:
     assert list(bad) == ["unknown", "stream", "long", "list", "url", "extra"]
     assert all(answers[name]["response"] is None and error["code"] for name, error in bad.items())
     assert bad["long"]["code"] == "prompt_too_long"
+    assert bad["list"]["message"].endswith("write a row for each.")
     assert bad["unknown"]["message"] == "body has no field 'max_tokns' here. Did you mean 'max_tokens'?"
     body = answers["plain"]["response"]["body"]
     [choice] = body["choices"]

@@ -68,4 +68,5 @@ def test_plugins_are_loaded_by_group_and_classes_by_path() -> None:
 
 def test_paths_and_bases_of_the_list_of_operations() -> None:
     assert issubclass(MambaMixer2, MambaBase) and RelPosAttention.name == "rel_pos_attention"
+    assert RelPosAttention(16).num_heads == 8  # vLLM's, where none are given
     assert CustomOp.op_registry["multi_head_latent_attention"] is MultiHeadLatentAttentionWrapper

@@ -318,6 +318,17 @@ def test_what_a_stack_of_experts_is_over(tmp_path: Path, is_turned: bool, is_exc
             by_expert(folder, weight_map)
 
 
+def test_a_digest_is_of_each_byte_and_of_the_file_that_holds_it(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    write_adapter(reference_model(checkpoints["plain"]), tmp_path)
+    with AdapterFolder(tmp_path) as folder:
+        found = set()
+        for config, weights in ((b"ab", b"c"), (b"a", b"bc"), (b"ab", b"d"), (b"xb", b"c")):
+            (tmp_path / "adapter_config.json").write_bytes(config)
+            (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+            found.add(folder.digest())
+    assert len(found) == 4
+
+
 def test_other_models_are_named(checkpoints: dict[str, Path], tmp_path: Path, enabled: LLM) -> None:
     other = write_adapter(reference_model(checkpoints["fused"]), tmp_path / "other", ("c_attn",))
     with pytest.raises(CheckpointError, match=r"no layer of this model.*trained for 'tiny'"):

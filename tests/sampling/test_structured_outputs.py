@@ -873,6 +873,8 @@ COMBINED: list[Any] = [
     {"type": "object", "patternProperties": {"^a": A, "b$": {"type": "string"}}},
     {"type": "object", "patternProperties": {"^a": A}, "additionalProperties": False},
     {"type": "object", "properties": {"a": B}, "patternProperties": {"^a": A}},
+    {"type": "object", "allOf": [{"properties": {"a": {}}, "additionalProperties": False}, HAS_A]},
+    {"type": "object", "allOf": [{"additionalProperties": A}, {"additionalProperties": B}]},
     {"type": "object", "minProperties": 1, "maxProperties": 2},
     {"type": "object", "properties": {"a": A}, "minProperties": 2},
     {"type": "object", "allOf": [{"properties": {"a": A}}], "unevaluatedProperties": False},
