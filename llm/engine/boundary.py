@@ -6,7 +6,7 @@ All of it can be pickled, so a runner can be another process. The data of a step
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -223,6 +223,7 @@ class LayerReport:
         weight_snr: signal-to-noise ratio of the quantized weight in decibels; None: the original is not known.
         output_snr: the same of its outputs on the texts, given the unquantized layer's inputs.
         kind: "linear", "embedding", or "moe" for all experts of a layer.
+        is_compensated: calibration moved the weights so that outputs keep more; weight_snr is then lower than it was.
     """
 
     name: str
@@ -232,6 +233,12 @@ class LayerReport:
     weight_snr: float | None = None
     output_snr: float | None = None
     kind: str = "linear"
+    is_compensated: bool = False
+
+
+def measured_weights(reports: Iterable[LayerReport]) -> list[tuple[str, float]]:
+    """(name, signal-to-noise) of the layers whose weights tell how far answers are from the unquantized ones."""
+    return [(item.name, item.weight_snr) for item in reports if item.weight_snr is not None and not item.is_compensated]
 
 
 @dataclass(frozen=True)

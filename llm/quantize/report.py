@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from llm.base.types import JsonObject
 from llm.config.defaults import library_defaults
-from llm.engine.boundary import LayerReport
+from llm.engine.boundary import LayerReport, measured_weights
 from llm.errors import LLMError, ValidationError
 from llm.quantization.quantizer import far_layers
 from llm.quantize.measure import (
@@ -105,7 +105,7 @@ class QuantizationReport:
                 f"greedy: {self.greedy_agreement:.1%} of 64 tokens before the first difference, "
                 f"{self.identical_prompts} of {self.prompts} prompts identical"
             )
-        far = far_layers([(layer.name, layer.weight_snr) for layer in self.layers if layer.weight_snr is not None])
+        far = far_layers(measured_weights(self.layers))
         return [*lines, *self._speed_lines(), *far, *self.notes]
 
     def _interval_lines(self) -> list[str]:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from llm.base.custom_op import CustomOp, replaced_class, replacement_reason
-from llm.engine.boundary import AttentionCost, Captured, LayerReport, ModelCost
+from llm.engine.boundary import AttentionCost, Captured, LayerReport, ModelCost, measured_weights
 from llm.forward import StateSpec
 from llm.kernels.weight import ExpertWeights, Weight
 from llm.layers.attention import Attention, PagedAttention
@@ -36,7 +36,7 @@ from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoa
 from llm.quantization.storage.requantized import Requantized
 
 # Channels per block of the second moment: a matrix over all channels would be larger than the model.
-_RUN = 512
+_RUN, _RUN_MULTIPLE = 1024, 128
 Hook = Callable[[nn.Module, tuple[torch.Tensor, torch.Tensor], torch.Tensor], None]
 
 
@@ -155,8 +155,7 @@ def what_varies(model: nn.Module) -> str | None:
 
 def held_otherwise(model: nn.Module, config: QuantizationConfig | None) -> str:
     """What `llm.config` tells of how weights are held: which of them in another form than others; "" for nothing."""
-    named = [(name, getattr(module, "quant_method", None)) for name, module in model.named_modules()]
-    methods = [method for _, method in named]
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
     stored = dict.fromkeys(method.stored_as for method in methods if isinstance(method, AbsorbedLinearMethod))
     schemes = ", ".join(filter(None, stored))
     told = Counter(filter(None, (getattr(method, "told", "") for method in methods)))
@@ -169,10 +168,12 @@ def held_otherwise(model: nn.Module, config: QuantizationConfig | None) -> str:
     parts += [f"{count} {'layer' if count == 1 else 'layers'} {what}" for what, count in told.items()]
     if schemes:
         parts.append(f"kv_b_proj, {schemes} in the checkpoint, is held as float32: latent attention reads it in parts")
-    storages = [(name, getattr(method, "storage", None)) for name, method in named]
-    measured = [(name, getattr(storage, "signal_to_noise", None)) for name, storage in storages]
-    parts += far_layers([(name, ratio) for name, ratio in measured if ratio is not None])
     return "; ".join(parts)
+
+
+def far_from_stored(model: nn.Module) -> str:
+    """The sentence of `far_layers` on a model that was quantized while it was read; "" for none."""
+    return "".join(far_layers(measured_weights(layer_reports(model, torch.float32))))
 
 
 def layer_reports(model: Any, weight_dtype: torch.dtype) -> list[LayerReport]:
@@ -201,7 +202,8 @@ def _layer_report(name: str, module: Any, weight_dtype: torch.dtype) -> LayerRep
     packed = getattr(module, "packed_weight", None) if method.scheme else None
     before = packed.n * packed.k * weight_dtype.itemsize if packed is not None else after
     snr = getattr(getattr(method, "storage", None), "signal_to_noise", None)
-    return LayerReport(name, method.scheme, before, after, snr, kind=module.quant_kind)
+    compensated = getattr(getattr(method, "storage", None), "compensates", False)
+    return LayerReport(name, method.scheme, before, after, snr, kind=module.quant_kind, is_compensated=compensated)
 
 
 def _together(name: str, reports: list[LayerReport], parts: list[nn.Module]) -> LayerReport:
@@ -212,7 +214,8 @@ def _together(name: str, reports: list[LayerReport], parts: list[nn.Module]) -> 
     energies = [item.energies for item in storages if isinstance(item, QuantizeOnLoad | Requantized)]
     snr = decibels(*map(sum, zip(*energies, strict=True))) if energies else None
     scheme = "" if list(schemes) == ["-"] else ", ".join(schemes)
-    return LayerReport(name, scheme, before, after, snr, kind="moe")
+    compensated = any(report.is_compensated for report in reports)
+    return LayerReport(name, scheme, before, after, snr, kind="moe", is_compensated=compensated)
 
 
 def _bytes_in_memory(module: Any) -> int:
@@ -283,26 +286,30 @@ class _InputSums:
     """Sums over the inputs of one layer, or of the experts of one layer."""
 
     def __init__(self, columns: int, device: torch.device) -> None:
-        self._moments = [
-            torch.zeros(width, width, dtype=torch.float64, device=device)
-            for width in (min(_RUN, columns - start) for start in range(0, columns, _RUN))
-        ]
+        self._moments = [torch.zeros(width, width, dtype=torch.float32, device=device) for width in _runs(columns)]
         self._rows = 0
         self._low = self._high = 0.0
 
     def add(self, x: torch.Tensor) -> int:
         """Returns how many rows `x` has."""
         x = x.reshape(-1, x.shape[-1])
-        for run, moment in zip(x.double().split(_RUN, dim=1), self._moments, strict=True):
+        for run, moment in zip(x.float().split(_runs(x.shape[1]), dim=1), self._moments, strict=True):
             moment.addmm_(run.t(), run)
         self._rows += x.shape[0]
-        self._low = min(self._low, float(x.min()))
-        self._high = max(self._high, float(x.max()))
+        low, high = x.aminmax()
+        self._low, self._high = min(self._low, float(low)), max(self._high, float(high))
         return x.shape[0]
 
     def statistics(self) -> ActivationStatistics:
         moments = [_shrunk(moment.cpu() / max(1, self._rows), self._rows) for moment in self._moments]
         return ActivationStatistics(self._low, self._high, moments, self._rows)
+
+
+def _runs(columns: int) -> list[int]:
+    """The widths of the blocks, as few and as equal as possible."""
+    count = -(-columns // _RUN)
+    width = -(-columns // (count * _RUN_MULTIPLE)) * _RUN_MULTIPLE
+    return [min(width, columns - start) for start in range(0, columns, width)]
 
 
 def _shrunk(moment: torch.Tensor, rows: int) -> torch.Tensor:

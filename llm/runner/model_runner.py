@@ -6,6 +6,7 @@ returns a `RunnerOutput`; both are plain data, so the runner can be a worker in 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -48,11 +49,12 @@ from llm.platforms.interface import Platform
 from llm.quantization.storage.on_load import ActivationStatistics
 from llm.runner.adapters import ModelAdapters
 from llm.runner.batch import InputBatch, StepInput
+from llm.runner.cost import count_model
 from llm.runner.inspection import (
     ExpertCounter,
     InputObserver,
     LayerCapture,
-    count_model,
+    far_from_stored,
     held_otherwise,
     layer_noise,
     layer_reports,
@@ -69,6 +71,8 @@ from llm.runner.speculation.speculator import make_proposer
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.sampler import ForcedSampler, Sampler
+
+logger = logging.getLogger("llm")
 
 R = TypeVar("R")
 # Logits are computed for as many logit rows at a time as fit in this many bytes.
@@ -365,7 +369,11 @@ class ModelRunner:
                 fill_model(plan.head.plan, self.platform, head)
             self.targets = fill_model(plan, self.platform, model, file)
             self.offloaded = "" if file is None else file.where()
-            loaded = Loaded(varies, held_otherwise(model, plan.config.quant_config), times, self.offloaded)
+            far = far_from_stored(model)
+            if far:
+                logger.warning("%s: %s.", plan.config.model_config.model, far)
+            held = "; ".join(filter(None, (held_otherwise(model, plan.config.quant_config), far)))
+            loaded = Loaded(varies, held, times, self.offloaded)
         with times.phase("allocate KV cache"):
             self.model = self.place_model(model)
             if plan.head is not None:

@@ -36,7 +36,7 @@ class ActivationStatistics:
 
     Attributes:
         low, high: the smallest and the largest value.
-        moments: mean of x x^T for runs of at most 512 input channels, float32 [B, B] each.
+        moments: mean of x x^T for runs of at most 1024 input channels, float32 [B, B] each.
         rows: number of tokens of this layer; the other fields may be of all experts of a layer together.
     """
 
@@ -84,6 +84,11 @@ class QuantizeOnLoad(StreamedStorage):
         self._signal = self._noise = 0.0
 
     @property
+    def compensates(self) -> bool:
+        """Whether rounding errors are fed back by what calibration showed."""
+        return bool(self.statistics) and self.search and self.form in INTEGERS
+
+    @property
     def signal_to_noise(self) -> float:
         return decibels(*self.energies)
 
@@ -109,7 +114,7 @@ class QuantizeOnLoad(StreamedStorage):
 
     def quantized(self, loaded: torch.Tensor, out: Parts) -> Quantized:
         """`out`: q, scale, and minimum or zero point of these rows; the result's may be others."""
-        if self.statistics and self.search and self.form in INTEGERS:
+        if self.statistics and self.compensates:
             return quantize_with_feedback(
                 loaded, self.bits, self.group_size, self.statistics.moments, asymmetric=self.form in HAVE_ZEROS
             )

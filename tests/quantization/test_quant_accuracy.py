@@ -270,14 +270,17 @@ def test_a_gguf_file_is_compared_with_its_own_requantizations(tmp_path: Any) -> 
     assert found.rows[1].change != 0
 
 
-def test_layers_far_from_their_weights_are_told_in_the_config_and_the_report() -> None:
+def test_layers_far_from_their_weights_are_told_in_a_warning_the_config_and_the_report(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Groups of 256 for 4 bits; not with the default groups, the negative control."""
     told = "dB of their weights"
     for asked, far in (("w4a16", False), ({"scheme": "w4a16", "group_size": 256, "symmetric": True}, True)):
         with open_llm(quantization=asked) as llm:
             reason = llm.config.reasons["quantization"]
             summary = "\n".join(llm.quantization_report(prompts=[], speed=False).summary())
-        assert (told in reason) == (told in summary) == far
+        warned = [record.getMessage() for record in caplog.records if told in record.getMessage()]
+        assert (told in reason) == (told in summary) == far and len(warned) == far
         assert not far or "16 of 17 layers keep less than 20 dB" in reason
 
 
