@@ -49,11 +49,11 @@ from llm.platforms.interface import Platform
 from llm.quantization.storage.on_load import ActivationStatistics
 from llm.runner.adapters import ModelAdapters
 from llm.runner.batch import InputBatch, StepInput
-from llm.runner.cost import count_model
 from llm.runner.inspection import (
     ExpertCounter,
     InputObserver,
     LayerCapture,
+    count_model,
     far_from_stored,
     held_otherwise,
     layer_noise,
