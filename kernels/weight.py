@@ -41,20 +41,23 @@ class Weight:
 
     W[i, j] = w[i, j] of a float kind, w[i, j] * scale[i, g] of 8-bit floats with g = j // group_size. Of integers it is
     (w[i, j] - zero[i, g]) * scale[i, g], or table[w[i, j] + 8] * scale[i, g]. With minima it is code[i, j] *
-    scale[i, g] - minimum[i, g], rounded once, where code is w + 8 of int4 and w + 16 of int8. With `columns` that is
+    scale[i, g] - minimum[i, g], rounded once, where code is w + 8 of int4 and w + 16 of int8. With levels it is
+    v[i, j] * scale[i], where v = (w + 8) * step - shift is an integer of 8 bits. With `columns` that is
     W[i, columns[j]]. Its tensors are those of the layer, so whoever frees or moves a layer's memory frees or moves the
     weight's.
 
     Attributes:
         data: the bits of w, in the layout of the backend that packed them.
         kind: what w is, of `KINDS`.
-        scale: float [n, groups] of integers and 8-bit floats; None: not yet known, and nothing can be computed.
+        scale: float [n, groups] of integers and 8-bit floats, [n, 1] with levels; None: not yet known, and nothing can
+            be computed.
         zero: [n, groups], None: 0 everywhere.
         minimum: float [n, groups], in place of zero; None: none.
         group_size: columns that share a scale; 0: all of a row.
         table: float32 [16], the values that int4 stands for, in the place of -8 to 7; None: those.
         activations: "float": GEMMs read them as they are; "bfloat16": rounded to it, for a bfloat16 weight; "int8":
-            quantized, by each row's largest or by `input_scale`; for int4 by the largest of each group of a row.
+            quantized, by each row's largest or by `input_scale`; for int4 without levels by the largest of each group
+            of a row.
         input_scale: of static int8 activations, q = round(x / input_scale) + input_offset; 0: each row has its own.
         input_offset: a whole number in [-128, 127].
         bias: float [n], added to the GEMM's result; None: none.
@@ -62,6 +65,9 @@ class Weight:
             rotate(W), whose products are with rotated inputs; 0: none.
         columns: int32 [k] of integers, the input that each column of w is multiplied by, so that the columns of a
             group are side by side; None: each by its own.
+        levels: uint8 [n, groups] of int4, in the place of zero: two levels of scales (QServe, arXiv:2405.04532). The
+            low nibble is the step, the high one the place; shift = step * (place + 16) * 5 // 16. All values are
+            integers of 8 bits, so that products are those of int8. None: there is one level.
 
     Raises:
         ValueError: the parts do not fit each other, or no product is defined for them.
@@ -82,6 +88,7 @@ class Weight:
     minimum: torch.Tensor | None = None
     columns: torch.Tensor | None = None
     rotation: int = 0
+    levels: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.group_size:
@@ -112,7 +119,8 @@ class Weight:
     def memory(self) -> dict[str, torch.Tensor | None]:
         """What it is made of but for the bias, by the names of the buffers that a layer keeps it in."""
         scales = {"weight_scale": self.scale, "weight_zero": self.zero, "weight_minimum": self.minimum}
-        return {"packed_data": self.data, **scales, "weight_table": self.table, "weight_columns": self.columns}
+        more = {"weight_table": self.table, "weight_columns": self.columns, "weight_levels": self.levels}
+        return {"packed_data": self.data, **scales, **more}
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         """Rows start to end - 1 of `unpack()`."""
@@ -122,6 +130,17 @@ class Weight:
     def unpack(self) -> torch.Tensor:
         """w [n, k], bit for bit what was packed: of the type in `SCALED_KINDS`, else the floating type."""
         return self.rows(0, self.n)
+
+    def integers(self, start: int, end: int) -> torch.Tensor:
+        """What int8 activations are multiplied by, int8 [rows, k]: w, or v with levels."""
+        values = self.rows(start, end)
+        return values if self.levels is None else eight_bits(values, self.level_rows(start, end), self.group_size)
+
+    def level_rows(self, start: int, end: int) -> torch.Tensor:
+        """Levels of the rows start to end - 1, [rows, groups]."""
+        if self.levels is None:
+            raise ValueError("the weight has one level of scales")
+        return self.levels[start:end]
 
     def dequantize(self, start: int = 0, end: int | None = None) -> torch.Tensor:
         """W in float32, rows start to end - 1."""
@@ -138,6 +157,8 @@ class Weight:
         """Integers [rows, k] as what they stand for, in the order of w."""
         if self.table is not None:
             values = self.table[values.long() + 8]
+        if self.levels is not None:
+            return dequantize(eight_bits(values, self.level_rows(start, end), self.group_size), self.scales[start:end])
         if self.minimum is not None:
             codes = values.to(torch.int16) + LEAST[self.kind]
             return _above_minimum(codes, self.scales[start:end], self.minimum[start:end], self.group_size)
@@ -159,8 +180,9 @@ class Weight:
         minimum: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
         rotation: int = 0,
+        levels: torch.Tensor | None = None,
     ) -> W:
-        """The same bits with these scales, with zero points or minima, and an order or a rotation of the columns."""
+        """The same bits with these scales, with zero points, minima or levels, and columns in an order or rotated."""
         return replace(
             self,
             scale=scale,
@@ -169,6 +191,7 @@ class Weight:
             minimum=minimum,
             columns=columns,
             rotation=rotation,
+            levels=levels,
         )
 
 
@@ -226,6 +249,14 @@ def dequantize(
     return values * (scale if scale.shape[1] == 1 else scale[:, columns])
 
 
+def eight_bits(codes: torch.Tensor, levels: torch.Tensor, group_size: int) -> torch.Tensor:
+    """(w + 8) * step - shift, int8 [N, K]: w int8 [N, K], levels uint8 [N, G]."""
+    step, place = (part.to(torch.int16) for part in (levels & 15, levels >> 4))
+    shift = step * (place + 16) * 5 // 16
+    groups = codes.unflatten(1, (levels.shape[1], group_size))
+    return ((groups + 8) * step[..., None] - shift[..., None]).to(torch.int8).flatten(1)
+
+
 def _above_minimum(codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, group_size: int) -> torch.Tensor:
     """codes * scale - minimum, rounded once to float32: codes [N, K], scale and minimum [N, G]."""
     columns = torch.arange(codes.shape[1], device=codes.device) // group_size
@@ -265,7 +296,7 @@ def _bounds(values: torch.Tensor) -> tuple[int, int]:
 
 
 def _check_float(weight: Weight) -> None:
-    parts = (weight.scale, weight.zero, weight.minimum, weight.table, weight.columns)
+    parts = (weight.scale, weight.zero, weight.minimum, weight.table, weight.columns, weight.levels)
     if any(part is not None for part in parts) or weight.rotation:
         raise ValueError(f"a {weight.kind} weight has no scales, and is not rotated")
     if weight.activations == "int8" or (weight.activations == "bfloat16" and weight.kind != "bfloat16"):
@@ -275,13 +306,17 @@ def _check_float(weight: Weight) -> None:
 def _check_scaled(weight: Weight) -> None:
     shape = (weight.n, weight.groups)
     for name in ("scale", "zero", "minimum"):
-        values = getattr(weight, name)
-        if values is not None and values.shape != shape:
-            raise ValueError(f"{name} has shape {list(values.shape)}, groups of {weight.group_size} need {list(shape)}")
-    shifted = [name for name in ("zero", "minimum", "table") if getattr(weight, name) is not None]
+        values, needed = getattr(weight, name), shape if weight.levels is None else (weight.n, 1)
+        if values is not None and values.shape != needed:
+            raise ValueError(
+                f"{name} has shape {list(values.shape)}, groups of {weight.group_size} need {list(needed)}"
+            )
+    if weight.levels is not None:
+        _check_levels(weight, weight.levels)
+    shifted = [name for name in ("zero", "minimum", "table", "levels") if getattr(weight, name) is not None]
     if len(shifted) > 1 or (shifted and weight.kind == "float8"):
         what = "of 8-bit floats has neither" if weight.kind == "float8" else "has one of"
-        raise ValueError(f"a weight {what} zero points, minima and a table, got {' and '.join(shifted)}")
+        raise ValueError(f"a weight {what} zero points, minima, a table and levels, got {' and '.join(shifted)}")
     if weight.table is not None:
         _check_table(weight)
     if weight.rotation:
@@ -303,8 +338,21 @@ def _check_table(weight: Weight) -> None:
         raise ValueError(f"a table is of 16 values and of an int4 weight, got {weight.kind}")
 
 
+def _check_levels(weight: Weight, levels: torch.Tensor) -> None:
+    if levels.numel() < weight.n * weight.groups:
+        raise ValueError(f"levels have shape {list(levels.shape)}, need {[weight.n, weight.groups]}")
+    if weight.kind != "int4" or levels.dtype != torch.uint8:
+        raise ValueError(f"levels are uint8 and of an int4 weight, got {levels.dtype} of {weight.kind}")
+    if weight.k % weight.group_size or weight.group_size % 8:
+        raise ValueError(
+            f"groups with levels are of a multiple of 8 columns that divides their number, {weight.k}; got "
+            f"{weight.group_size}"
+        )
+
+
 def _check_integer_product(weight: Weight) -> None:
-    """Whole sums are scaled: one scale per row of int8, one per group of int4, with which zero points and minima go."""
+    """Whole sums are scaled: one scale per row of int8 and with levels, else one per group of int4, with which zero
+    points and minima go."""
     if weight.kind == "float8":
         raise ValueError("no product is defined of int8 activations with 8-bit floats")
     if weight.table is not None:

@@ -29,7 +29,16 @@ from llm.kernels.backend import Operation
 from llm.kernels.reference import quantize_forms as reference_forms
 from llm.kernels.reference import quantize_weight as reference
 from llm.kernels.reference.linear import pack
+from llm.kernels.reference.quantize_forms import (
+    code_limits,
+    level_of,
+    place_of,
+    row_scale,
+    shift_of,
+)
 from llm.kernels.reference.quantize_weight import CLIP_SHARES, largest_of, quantize_groups
+from llm.kernels.reference.rotation import rotate
+from llm.kernels.weight import eight_bits
 
 # This fraction of a second moment's mean diagonal is added to its diagonal, as in GPTQ.
 _DAMPING = 0.01
@@ -52,11 +61,11 @@ class IntegerWeight:
     """A quantized weight: W[n, k] = (q[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size.
 
     With a minimum: code * scale[n, g] - minimum[n, g], where code is q + 16 of 8 bits, q + 8 of fewer. With a table:
-    table[q[n, k] + 8] * scale[n, g].
+    table[q[n, k] + 8] * scale[n, g]. With levels: v[n, k] * scale[n], where v is an integer of 8 bits.
 
     Attributes:
         q: int8 [N, K]; of 8-bit floats float8_e4m3fn.
-        scale: float32 [N, G].
+        scale: float32 [N, G], [N, 1] with levels.
         zero: [N, G], whole numbers within the range of q; None: 0 everywhere.
         group_size: K for one scale per row.
         bits: the width of the values.
@@ -67,6 +76,7 @@ class IntegerWeight:
         table: float32 [16], the values that 4 bits stand for; None: -8 to 7.
         rotation: what is said above is W rotated in blocks of so many columns (`llm.kernels.reference.rotation`); 0:
             it is W.
+        levels: uint8 [N, G] in the place of a zero, as `llm.kernels.weight.Weight` has it; None: there is one level.
     """
 
     q: torch.Tensor
@@ -81,19 +91,31 @@ class IntegerWeight:
     columns: torch.Tensor | None = None
     table: torch.Tensor | None = None
     rotation: int = 0
+    levels: torch.Tensor | None = None
+
+    @property
+    def groups(self) -> int:
+        """Along K."""
+        return self.scale.shape[1] if self.levels is None else self.levels.shape[1]
+
+    def as_eight_bits(self) -> IntegerWeight:
+        """A weight with levels as the integers of 8 bits that it stands for, by rows; others as they are."""
+        if self.levels is None:
+            return self
+        values = eight_bits(self.q, self.levels, self.group_size)
+        return replace(self, q=values, levels=None, group_size=values.shape[1], bits=8)
 
     def to(self, device: torch.device) -> IntegerWeight:
         """Itself where all of it is there, else a copy."""
-        parts = (self.zero, self.bias, self.minimum, self.columns, self.table)
-        zero, bias, minimum, columns, table = (None if part is None else part.to(device) for part in parts)
-        q, scale = self.q.to(device), self.scale.to(device)
-        return replace(self, q=q, scale=scale, zero=zero, bias=bias, minimum=minimum, columns=columns, table=table)
+        names = ("q", "scale", "zero", "bias", "minimum", "columns", "table", "levels")
+        parts = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
 
     def dequantize(self) -> torch.Tensor:
         """W in float32."""
         kind = "float8" if self.q.is_floating_point() else "int4" if self.bits <= 4 else "int8"
         weight = pack(self.q, kind).scaled(
-            self.scale, self.zero, self.group_size, self.minimum, self.columns, self.rotation
+            self.scale, self.zero, self.group_size, self.minimum, self.columns, self.rotation, self.levels
         )
         return replace(weight, table=self.table).dequantize()
 
@@ -106,7 +128,7 @@ class Quantized:
         q: int8 [N, K]; of 8-bit floats float8_e4m3fn.
         scale: float32 [N, K / group_size]; 1 for a group of zeros.
         signal, noise: sum of W^2, and of (W - q * scale)^2.
-        minimum: float32 like scale, the minimum or zero point of `IntegerWeight`; None: none.
+        minimum: float32 like scale, the minimum or zero point of `IntegerWeight`, or its levels; None: none.
     """
 
     q: torch.Tensor
@@ -138,7 +160,13 @@ def quantize_weight(
 
 
 def quantize_with_feedback(
-    weight: torch.Tensor, bits: int, group_size: int, moments: Sequence[torch.Tensor], *, asymmetric: bool = False
+    weight: torch.Tensor,
+    bits: int,
+    group_size: int,
+    moments: Sequence[torch.Tensor],
+    *,
+    form: str = "",
+    rotation: int = 0,
 ) -> Quantized:
     """Integers of at most 4 bits for a weight [N, K], whose errors are compensated (GPTQ, arXiv:2210.17323).
 
@@ -148,27 +176,70 @@ def quantize_with_feedback(
 
     Args:
         moments: mean of x x^T for consecutive runs of columns, float32 [B, B] each, together K columns.
-        asymmetric: with zero points, which are the result's minima; of 4 bits.
+        form: "": symmetric; "asymmetric": with zero points, which are the result's minima; "two_levels": with levels,
+            which are in that place too. The last two are of 4 bits.
+        rotation: the rows are rotated in blocks of so many columns first, as inputs will be.
 
     Raises:
         ValueError: a weight is not finite.
     """
     # PyTorch's threads would wait for each other after every column: minutes where other programs run.
     with library_defaults(num_threads=1):
+        if rotation:
+            moments = [rotate(rotate(moment, rotation).t(), rotation) for moment in moments]
         feedback = [(_feedback(moment), moment.diagonal()) for moment in moments]
         q, parts, signal, noise = torch.empty(weight.shape, dtype=torch.int8), [], 0.0, 0.0
         step = max(1, _ROUNDED_ELEMENTS // weight.shape[1])
         for start in range(0, len(weight), step):
             part = weight[start : start + step].float()
-            largest_of(part)
-            codes, scale, zero = _round_with_feedback(part, bits, group_size, asymmetric, feedback)
+            if rotation:
+                part = rotate(part, rotation)
+            largest = largest_of(part.unflatten(1, (-1, group_size)))
+            grid = _Grid(form, bits, row_scale(largest)[..., 0] if form == "two_levels" else None)
+            codes, scale, zero = _round_with_feedback(part, group_size, grid, feedback)
             q[start : start + step] = codes
-            parts.append((scale, zero))
+            parts.append((scale, zero) if grid.row_scale is None else (grid.row_scale, grid.levels(scale, zero)))
             value = (codes.unflatten(1, (-1, group_size)) - zero[..., None]) * scale[..., None]
             signal += float(part.square().sum())
             noise += float((part - value.flatten(1)).square_().sum())
     scale, zero = (torch.cat(each) for each in zip(*parts, strict=True))
-    return Quantized(q, scale, signal, noise, zero if asymmetric else None)
+    return Quantized(q, scale, signal, noise, zero if form else None)
+
+
+@dataclass
+class _Grid:
+    """What the values of a group are rounded to: (code - zero) * scale, codes from `least` to `most`.
+
+    Attributes:
+        row_scale: of two levels of scales, [R, 1], which scales are multiples of; zero is not whole then.
+    """
+
+    form: str
+    bits: int
+    row_scale: torch.Tensor | None
+
+    def found(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(scale, zero, least, most), each [G, R], of groups x [G * size, R] whose errors count weights [G, size]."""
+        high, size = 2 ** (self.bits - 1) - 1, weights.shape[1]
+        if self.form == "asymmetric":
+            parts = [_asymmetric_columns(*each) for each in zip(x.split(size), weights, strict=True)]
+            scale, zero = (torch.stack(part) for part in zip(*parts, strict=True))
+            return scale, zero, torch.full_like(scale, -high - 1), torch.full_like(scale, high)
+        groups = x.t().reshape(x.shape[1], -1, size)
+        if self.row_scale is not None:
+            step, place = level_of(groups / self.row_scale[..., None], weights)
+            zero = shift_of(step, place) / step - 8
+            limits = (limit - 8 for limit in code_limits(step, place))
+            return tuple(part[..., 0].t() for part in (step * self.row_scale[..., None], zero, *limits))
+        scale = quantize_groups(groups.contiguous(), self.bits, CLIP_SHARES, weights)[1].t()
+        return scale, torch.zeros_like(scale), torch.full_like(scale, -high - 1), torch.full_like(scale, high)
+
+    def levels(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """Of scales and zeros [R, G] that `found` gave."""
+        if self.row_scale is None:
+            raise ValueError("there is one level of scales")
+        step = (scale / self.row_scale).round()
+        return (step + 16 * place_of(step, ((zero + 8) * step).round())).to(torch.uint8)
 
 
 def quantize_weight_as(
@@ -178,13 +249,14 @@ def quantize_weight_as(
     *,
     kernel: Operation = reference_forms.quantize_weight_as,
     out: reference_forms.Parts | None = None,
+    rotation: int = 0,
 ) -> Quantized:
     """A weight in one of the other forms; as the operation `quantize_weight_as`, which `kernel` computes.
 
     Raises:
         ValueError: a weight is not finite, or too large for the form's scales.
     """
-    q, scale, minimum, signal, noise = kernel(weight, form, group_size, out)
+    q, scale, minimum, signal, noise = kernel(weight, form, group_size, out, rotation)
     return Quantized(q, scale, signal, noise, minimum)
 
 
@@ -199,9 +271,8 @@ def _feedback(moment: torch.Tensor) -> torch.Tensor:
 
 def _round_with_feedback(
     part: torch.Tensor,
-    bits: int,
     group_size: int,
-    asymmetric: bool,
+    grid: _Grid,
     feedback: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """part [R, K] -> (codes [R, K], scale and zero [R, G]), all float32.
@@ -213,24 +284,20 @@ def _round_with_feedback(
         """Find the scales and zero points of the groups in columns [first, end), as errors have left them."""
         weights = importance[first:end].view(-1, group_size)
         which = slice(first // group_size, end // group_size)
-        if asymmetric:
-            for group, counts in zip(range(which.start, which.stop), weights, strict=True):
-                columns = slice(group * group_size, (group + 1) * group_size)
-                scale[group], zero[group] = _asymmetric_columns(x[columns], counts)
-        else:
-            groups = x[first:end].t().reshape(rows, -1, group_size)
-            scale[which] = quantize_groups(groups.contiguous(), bits, CLIP_SHARES, weights)[1].t()
+        for limit, values in zip((scale, zero, least, most), grid.found(x[first:end], weights), strict=True):
+            limit[which] = values
 
     rows, columns = part.shape
     importance = torch.cat([counts for _, counts in feedback])
     x = part.t().contiguous()  # a column's values are side by side
-    codes, high = torch.empty_like(x), 2 ** (bits - 1) - 1
-    scale = x.new_zeros(columns // group_size, rows)
-    zero = torch.zeros_like(scale)
+    codes = torch.empty_like(x)
+    scale, zero, least, most = x.new_zeros(4, columns // group_size, rows)
     # Groups that reach over the end of a run are searched for before any error.
     is_moving = all(len(factor) % group_size == 0 for factor, _ in feedback)
     if not is_moving:
         grid_of(0, columns)
+    whole = zero.round()
+    beside = zero - whole
     block, start = group_size if is_moving else _BLOCK, 0
     for factor, _ in feedback:
         width = len(factor)
@@ -238,10 +305,13 @@ def _round_with_feedback(
             end = min(first + block, width)
             if is_moving:
                 grid_of(start + first, start + end)
+                whole = zero.round()
+                beside = zero - whole
             errors = x.new_empty(end - first, rows)
             for column in range(first, end):
                 value, group = x[start + column], (start + column) // group_size
-                code = (value / scale[group]).round_().add_(zero[group]).clamp_(-high - 1, high)
+                code = (value / scale[group]).add_(beside[group]).round_().add_(whole[group])
+                code = code.clamp_(least[group], most[group])
                 codes[start + column] = code
                 errors[column - first] = error = (value - (code - zero[group]) * scale[group]) / factor[column, column]
                 x[start + column + 1 : start + end].addr_(factor[column, column + 1 : end], error, alpha=-1)

@@ -73,6 +73,17 @@ LLM_INLINE void dot(Bytes& sum, Bytes unsigned_bytes, Bytes signed_bytes) {
     sum = out;
 }
 
+// sum += signed 16 bits * signed 16 bits, two products to an int32.
+LLM_INLINE void dot_words(Bytes& sum, Bytes a, Bytes b) {
+    Bytes out = sum;
+#if LLM_AVX512
+    asm volatile("vpdpwssd %2, %1, %0" : "+v"(out) : "v"(a), "v"(b));
+#else
+    asm volatile("%{vex%} vpdpwssd %2, %1, %0" : "+x"(out) : "x"(a), "x"(b));
+#endif
+    sum = out;
+}
+
 // Panels that a tile of `rows` rows takes at once: its sums fill the registers. Few rows take several panels, so that
 // several streams of memory are under way.
 #if LLM_AVX512

@@ -1,11 +1,12 @@
 // GEMM y = x W^T (+ bias): int8 weights, activations quantized here to int8; exact int32 sums, one scale per output
-// channel.
+// channel. Weights of int4 with two levels of scales are int8 as soon as they are unpacked (int4_levels.h).
 //
 // A panel is [k / 4][16][4]: four k of an output channel side by side, as VNNI instructions read them. k is padded to a
 // multiple of 4 with zeros. Without VNNI or NEON both operands are widened to int16 and multiplied in pairs. Sums stay
 // below 2^31 for k up to 2^17: the caller checks.
 #include "bytes.h"
 #include "gemm_tiles.h"
+#include "int4_levels.h"
 #include "quantize.h"
 #include "rotate.h"
 #include "weight.h"
@@ -33,6 +34,9 @@ constexpr int32_t OPERAND_SHIFT = 128;
 
 #if LLM_MMLA
 #include "gemm_int8_pairs.h"
+constexpr bool PAIRS = true;
+#else
+constexpr bool PAIRS = false;
 #endif
 
 // What a tile of PANELS panels prefetches. One row tile is bound by memory: it fetches its own panels a little ahead.
@@ -43,12 +47,17 @@ template <int PANELS> class Fetches {
     const char* share_ = nullptr;
 
   public:
-    Fetches(const int8_t* panels, int64_t panel_bytes, int64_t steps, const Turn& turn)
+    // `packed`: the panels lie in the cache, unpacked from there by the first row tile; else null.
+    Fetches(const int8_t* panels, int64_t panel_bytes, int64_t steps, const Turn& turn, const uint8_t* packed)
         : ahead_(prefetch_bytes(PANELS), PANEL_STEP, steps, PANELS, panel_bytes), panel_bytes_(panel_bytes),
-          bytes_(ceil_div(PANELS * PANEL_STEP, turn.count)) {
+          bytes_(packed ? ceil_div(PANELS * PANEL_STEP / 2, turn.count - 1)
+                        : ceil_div(PANELS * PANEL_STEP, turn.count)) {
         if (turn.count == 1) return;
-        share_ = reinterpret_cast<const char*>(panels) + turn.panels * panel_bytes +
-                 turn.index * PANELS * panel_bytes / turn.count;
+        const auto share = [&](const void* from, int64_t bytes, int64_t index, int64_t count) {
+            return static_cast<const char*>(from) + turn.panels * bytes + index * PANELS * bytes / count;
+        };
+        share_ = packed ? share(packed, panel_bytes / 2, turn.index - 1, turn.count - 1)
+                        : share(panels, panel_bytes, turn.index, turn.count);
     }
     // `at`: the step in the first panel.
     LLM_INLINE void step(const int8_t* at, int64_t step) const {
@@ -60,11 +69,11 @@ template <int PANELS> class Fetches {
 // Sums [ROWS][PANELS][16]. Not inlined: what the caller keeps in registers would make it spill.
 template <int ROWS, int PANELS>
 __attribute__((noinline)) void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps,
-                                    const Turn& turn, int32_t* out) {
+                                    const Turn& turn, const uint8_t* packed, int32_t* out) {
     constexpr int vectors = PANELS * PANEL_VECTORS;
     Bytes acc[ROWS][vectors];
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = Bytes{};
-    const Fetches<PANELS> fetches(b, panel_bytes, steps, turn);
+    const Fetches<PANELS> fetches(b, panel_bytes, steps, turn, packed);
     for (int64_t s = 0; s < steps; ++s) {
         Bytes w[vectors];
         fetches.step(b + s * PANEL_STEP, s);
@@ -79,17 +88,135 @@ __attribute__((noinline)) void dots(const Operand* a, const int8_t* b, int64_t p
         std::memcpy(out + r * PANELS * LANES + c * sizeof(Bytes) / 4, &acc[r][c], sizeof(Bytes));
 }
 
+// The same, of panels that are unpacked on the way; with KEEPS to `opened` too, for the row tiles that follow.
+template <int ROWS, int PANELS, bool KEEPS>
+__attribute__((noinline)) void leveled_dots(const Operand* a, const LevelPanels& b, int64_t panel, int8_t* opened,
+                                            int32_t* out) {
+    constexpr int vectors = PANELS * PANEL_VECTORS;
+    constexpr int64_t step_bytes = LevelPanels::CODES;
+    const Ahead ahead(prefetch_bytes(PANELS), step_bytes, b.steps(), PANELS, b.bytes());
+    Bytes acc[ROWS][vectors];
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = Bytes{};
+    const uint8_t *codes = b.codes(panel), *levels = b.levels_of(panel);
+    const int64_t bytes = b.bytes(), levels_bytes = b.groups * LANES;
+    for (int64_t group = 0, s = 0; group < b.groups; ++group, levels += LANES) {
+        Levels of[PANELS];
+        LLM_UNROLL for (int c = 0; c < PANELS; ++c) of[c] = Levels(levels + c * levels_bytes);
+        for (const int64_t end = s + b.group_steps; s < end; ++s, codes += step_bytes) {
+            LLM_UNROLL for (int c = 0; c < PANELS; ++c) prefetch(codes + c * bytes + ahead.distance(s));
+            LLM_UNROLL for (int half = 0; half < 2; ++half) {
+                Bytes w[vectors];
+                LLM_UNROLL for (int c = 0; c < vectors; ++c) {
+                    w[c] = of[c / PANEL_VECTORS].value(c % PANEL_VECTORS, codes + c / PANEL_VECTORS * bytes, half);
+                    if (KEEPS) {
+                        int8_t* to = opened + (c / PANEL_VECTORS * b.steps() + s) * LevelPanels::OPENED;
+                        std::memcpy(to + half * PANEL_STEP + c % PANEL_VECTORS * sizeof(Bytes), &w[c], sizeof w[c]);
+                    }
+                }
+                LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+                    const Bytes value = broadcast_bytes(a + ((2 * s + half) * ROWS + r) * STEP);
+                    LLM_UNROLL for (int c = 0; c < vectors; ++c) dot(acc[r][c], value, w[c]);
+                }
+            }
+        }
+    }
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c)
+        std::memcpy(out + r * PANELS * LANES + c * sizeof(Bytes) / 4, &acc[r][c], sizeof(Bytes));
+}
+
+#if LLM_VNNI
+
+// With so few rows unpacking would take longer than multiplying. So nibbles are multiplied as they are, with signed
+// activations, and sums of at most 16 k, which 16 bits hold (16 * 15 * 128 = 30720), by the step. What the shift takes
+// away is a product with the sum of the activations.
+constexpr int64_t CHUNK = 4;  // int4 steps whose low nibbles are 16 k
+#if LLM_AVX512
+constexpr int64_t FEW_ROWS = 4;
+constexpr int few_panels(int rows) { return rows <= 2 ? 4 : 2; }
+#else
+constexpr int64_t FEW_ROWS = 2;
+constexpr int few_panels(int rows) { return rows == 1 ? 2 : 1; }
+#endif
+
+// Chunks of a group, and of a row.
+inline int64_t chunks(const LevelPanels& b) { return ceil_div(b.group_steps, CHUNK); }
+// Calls run(group, first step, end) for each chunk in order.
+template <class Run> LLM_INLINE void for_chunks(const LevelPanels& b, const Run& run) {
+    for (int64_t group = 0, s = 0; group < b.groups; ++group)
+        for (const int64_t end = s + b.group_steps; s < end; s = min(end, s + CHUNK))
+            run(group, s, min(end, s + CHUNK));
+}
+// The sum of each chunk's activations, [chunks][ROWS], from a [k / 4][ROWS][4].
+template <int ROWS> void sum_inputs(const int8_t* a, const LevelPanels& b, int32_t* out) {
+    const int32_t ones = 0x01010101;
+    const Bytes one = broadcast_bytes(&ones);
+    for_chunks(b, [&](int64_t, int64_t first, int64_t end) {
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+            Bytes sum{};
+            for (int64_t s = 2 * first; s < 2 * end; ++s) dot(sum, one, broadcast_bytes(a + (s * ROWS + r) * STEP));
+            std::memcpy(out++, &sum, sizeof *out);
+        }
+    });
+}
+
+template <int ROWS, int PANELS>
+__attribute__((noinline)) void few_dots(const int8_t* a, const int32_t* input_sums, const LevelPanels& b, int64_t panel,
+                                        int32_t* out) {
+    constexpr int vectors = PANELS * PANEL_VECTORS;
+    constexpr int64_t step_bytes = LevelPanels::CODES;
+    const Ahead ahead(prefetch_bytes(PANELS), step_bytes, b.steps(), PANELS, b.bytes());
+    const uint8_t *codes = b.codes(panel), *levels = b.levels_of(panel);
+    const int64_t bytes = b.bytes(), levels_bytes = b.groups * LANES;
+    Bytes total[ROWS][vectors];
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c) total[r][c] = Bytes{};
+    for_chunks(b, [&](int64_t group, int64_t first, int64_t end) {
+        Bytes low[ROWS][vectors], high[ROWS][vectors];
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c)
+            low[r][c] = high[r][c] = Bytes{};
+        const auto step = [&](int64_t s) {
+            LLM_UNROLL for (int c = 0; c < PANELS; ++c)
+                prefetch(codes + s * step_bytes + c * bytes + ahead.distance(s));
+            LLM_UNROLL for (int half = 0; half < 2; ++half) {
+                Bytes w[vectors];
+                LLM_UNROLL for (int c = 0; c < vectors; ++c) w[c] = nibbles(
+                    codes + s * step_bytes + c / PANEL_VECTORS * bytes + c % PANEL_VECTORS * sizeof(Bytes), half);
+                LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+                    const Bytes value = broadcast_bytes(a + ((2 * s + half) * ROWS + r) * STEP);
+                    LLM_UNROLL for (int c = 0; c < vectors; ++c) dot(half ? high[r][c] : low[r][c], w[c], value);
+                }
+            }
+        };
+        if (end - first == CHUNK) LLM_UNROLL for (int64_t s = 0; s < CHUNK; ++s) step(first + s);
+        else
+            for (int64_t s = first; s < end; ++s) step(s);
+        LLM_UNROLL for (int c = 0; c < vectors; ++c) {
+            const WideLevels of(levels + group * LANES + c / PANEL_VECTORS * levels_bytes, c % PANEL_VECTORS);
+            LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+                dot_words(total[r][c], low[r][c], of.steps);
+                dot_words(total[r][c], high[r][c], of.steps);
+                dot_words(total[r][c], of.shifts, broadcast_bytes(input_sums + r));
+            }
+        }
+        input_sums += ROWS;
+    });
+    LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c)
+        std::memcpy(out + r * PANELS * LANES + c * sizeof(Bytes) / 4, &total[r][c], sizeof(Bytes));
+}
+
+#endif
+
 #else
 
 using Operand = int16_t;
 constexpr int32_t OPERAND_SHIFT = 0;
+constexpr bool PAIRS = false;
 
 #if defined(LLM_PLAIN)
 
 constexpr int panels_for(int) { return 1; }
 
 template <int ROWS, int PANELS>
-void dots(const Operand* a, const int8_t* b, int64_t, int64_t steps, const Turn&, int32_t* out) {
+void dots(const Operand* a, const int8_t* b, int64_t, int64_t steps, const Turn&, const uint8_t*, int32_t* out) {
     static_assert(PANELS == 1, "one panel at a time");
     for (int r = 0; r < ROWS; ++r) {
         int32_t acc[LANES] = {};
@@ -170,7 +297,8 @@ LLM_INLINE void add_pairs(const Vector* sums, int32_t* out) {
 }
 
 template <int ROWS, int PANELS>
-void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, const Turn&, int32_t* out) {
+void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, const Turn&, const uint8_t*,
+          int32_t* out) {
     constexpr int width = ROWS * VECTORS <= 2 * MAX_ROWS ? VECTORS : 2;
     constexpr int64_t block = block_steps(ROWS, PANELS);
     const Ahead ahead(prefetch_bytes(PANELS), PANEL_STEP, steps, PANELS, panel_bytes);
@@ -228,31 +356,64 @@ LLM_INLINE void scale_sums(const Int8Product& p, int64_t row, int64_t rows, int6
     }
 }
 
-template <int ROWS, int PANELS> void tile(const Int8Product& p, int64_t row, int64_t panel, const Turn& turn) {
+// `opened`: of int4 with levels, where the first of several row tiles puts these panels unpacked for the others; else
+// null.
+template <int ROWS, int PANELS>
+void tile(const Int8Product& p, int64_t row, int64_t panel, const Turn& turn, int8_t* opened) {
     alignas(64) int32_t sums[ROWS * PANELS * LANES];
     LLM_UNROLL for (int64_t c = panel; c < panel + PANELS; ++c) {
         prefetch(p.sums + c * LANES);
         p.scales().fetch(0, c * LANES);
     }
+    const Operand* a = p.a + row * p.steps() * STEP;
+    const int8_t* b = opened ? opened : p.panel(panel);
+    const uint8_t* packed = opened ? LevelPanels(p).codes(panel) : nullptr;
+    [[maybe_unused]] constexpr bool pairs = PAIRS && ROWS % 2 == 0 && PANELS == 1;
+    if (opened && turn.index == 0) {
+#if LLM_DOTS
+        if constexpr (!pairs) {
+            if (turn.count > 1) leveled_dots<ROWS, PANELS, true>(a, LevelPanels(p), panel, opened, sums);
+            else leveled_dots<ROWS, PANELS, false>(a, LevelPanels(p), panel, opened, sums);
+            return scale_sums(p, row, ROWS, panel, PANELS, PANELS, sums);
+        }
+#endif
+        for (int64_t c = 0; c < PANELS; ++c)
+            open_levels(LevelPanels(p), panel + c, 0, p.steps() / 2, opened + c * p.panel_bytes());
+    }
 #if LLM_MMLA
-    if constexpr (ROWS % 2 == 0 && PANELS == 1)
-        paired_dots<ROWS>(p.a + row * p.steps() * STEP, p.panel(panel), p.panel_bytes(), p.steps(), sums);
+    if constexpr (pairs) paired_dots<ROWS>(a, b, p.panel_bytes(), p.steps(), sums);
     else
 #endif
-        dots<ROWS, PANELS>(p.a + row * p.steps() * STEP, p.panel(panel), p.panel_bytes(), p.steps(), turn, sums);
+        dots<ROWS, PANELS>(a, b, p.panel_bytes(), p.steps(), turn, packed, sums);
     scale_sums(p, row, ROWS, panel, PANELS, PANELS, sums);
 }
 
-template <int ROWS> void tiles(const Int8Product& p, int64_t row, int64_t panel, int64_t end, const Turn& turn) {
-    for_panels<panels_for(ROWS)>(panel, end,
-                                 [&](auto wide, int64_t at) { tile<ROWS, decltype(wide)::value>(p, row, at, turn); });
+template <int ROWS>
+void tiles(const Int8Product& p, int64_t row, int64_t panel, int64_t end, const Turn& turn, int8_t* opened) {
+    for_panels<panels_for(ROWS)>(panel, end, [&](auto wide, int64_t at) {
+        tile<ROWS, decltype(wide)::value>(p, row, at, turn, opened ? opened + (at - panel) * p.panel_bytes() : nullptr);
+    });
 }
+
+#if LLM_VNNI
+
+// `input_sums`: of `sum_inputs`, negative.
+template <int ROWS>
+void few_tiles(const Int8Product& p, const int8_t* a, const int32_t* input_sums, int64_t panel, int64_t end) {
+    for_panels<few_panels(ROWS)>(panel, end, [&](auto wide, int64_t at) {
+        constexpr int width = decltype(wide)::value;
+        alignas(64) int32_t sums[ROWS * width * LANES];
+        few_dots<ROWS, width>(a, input_sums, LevelPanels(p), at, sums);
+        scale_sums(p, 0, ROWS, at, width, width, sums);
+    });
+}
+
+#endif
 
 // Quantizes ROWS batch rows of a tile of `rows` to [k / 4][rows][4], and writes the factors of their sums. `rotated`
 // [ROWS][k]: room where they are rotated first.
-template <int ROWS>
-LLM_INLINE void quantize_rows(const Product& p, int64_t row, int64_t rows, Operand* out, float* factors,
-                              float* rotated) {
+template <int ROWS, class To>
+LLM_INLINE void quantize_rows(const Product& p, int64_t row, int64_t rows, To* out, float* factors, float* rotated) {
     const float* x = p.x + row * p.k;
     if (p.rotation) {
         for (int64_t r = 0; r < ROWS; ++r) rotate_row(x + r * p.k, rotated + r * p.k, p.k, p.rotation);
@@ -278,21 +439,48 @@ LLM_INLINE void quantize_rows(const Product& p, int64_t row, int64_t rows, Opera
 // From this many batch rows on, AMX tiles are faster; the bits are the same.
 constexpr int64_t TILES_FROM = 12;
 
+// int4 with levels, unpacked one block of steps of tiles at a time.
+struct OpenedTiles {
+    const LevelPanels panels;
+    static constexpr bool IN_PLACE = false;
+    static constexpr int64_t HALF = TILE_LINES / 2;  // steps of 8 k in a step of tiles
+
+    explicit OpenedTiles(const Weight& weight) : panels(weight) {}
+    int64_t steps() const { return ceil_div(panels.steps(), HALF); }
+    int64_t scratch_bytes(int64_t block) const { return TILE_PANELS * block * TILE_BYTES; }
+    int64_t last(int64_t first, int64_t count) const { return min(panels.steps(), (first + count) * HALF); }
+    TileSteps open(int64_t panel, int64_t wide, int64_t first, int64_t count, char* scratch) const {
+        const int64_t begin = first * HALF, end = last(first, count);
+        const int64_t filled = (end - begin) * LevelPanels::OPENED;
+        for (int64_t c = 0; c < wide; ++c) {
+            char* to = scratch + c * count * TILE_BYTES;
+            open_levels(panels, panel + c, begin, end, reinterpret_cast<int8_t*>(to));
+            std::memset(to + filled, 0, count * TILE_BYTES - filled);
+        }
+        return {scratch, count * TILE_BYTES, count, nullptr};
+    }
+    StoredSteps stored(int64_t panel, int64_t first, int64_t count) const {
+        const char* from = reinterpret_cast<const char*>(panels.codes(panel));
+        return {from + first * HALF * LevelPanels::CODES, panels.bytes(), last(first, count) - first * HALF};
+    }
+};
+
 void multiply_by_tiles(const Product& product, int64_t threads) {
     const Scratch scales(product.m * sizeof(float));
     float* row_scales = scales.as<float>();
     const Int8Product p(product, nullptr, row_scales, 0);
-    const TilePanels panels{static_cast<const char*>(p.data), p.steps()};
     // With more than two row tiles, short blocks pay: panels are read from the L1 cache, and sums are reloaded once
     // more.
-    const int64_t block = p.m > 2 * TILE_LINES ? SHORT_STEPS : BLOCK_STEPS;
-    for_row_blocks(p.m, panels.steps(), 1, block, MOST_TILES, [&](const TileOperands& a, int64_t from) {
+    const int64_t block = p.m > 2 * TILE_LINES || p.levels ? SHORT_STEPS : BLOCK_STEPS;
+    for_row_blocks(p.m, ceil_div(p.k, LINE), 1, block, MOST_TILES, [&](const TileOperands& a, int64_t from) {
         quantize_operands(a, p.x + from * p.k, p.k, p.rotation, p.input_scale, p.input_offset, row_scales + from,
                           threads);
         const auto done = [&](int64_t tile, int64_t panel, int64_t wide, const char* sums) {
             scale_sums(p, from + tile * TILE_LINES, a.tile_rows(tile), panel, wide, TILE_PANELS,
                        reinterpret_cast<const int32_t*>(sums));
         };
+        if (p.levels) return multiply_tiles<INT8>(a, OpenedTiles(p), p.panels(), threads, done);
+        const TilePanels panels{static_cast<const char*>(p.data), p.steps()};
         multiply_tiles<INT8>(a, panels, p.panels(), threads, done);
     });
 }
@@ -308,10 +496,43 @@ struct PanelRow {
     int8_t operator[](int64_t k) const { return panel[k / STEP * PANEL_STEP + k % STEP]; }
 };
 
+#if LLM_VNNI
+
+// int4 with levels and at most FEW_ROWS batch rows.
+template <int ROWS> void multiply_few(const Product& product, int64_t threads) {
+    const LevelPanels b(product);
+    const int64_t padded = b.steps() * 2 * STEP, parts = b.groups * chunks(b);
+    const Scratch operands(ROWS * padded), memory((ROWS + ROWS * parts) * sizeof(float)),
+        room(product.rotation ? ROWS * product.k * sizeof(float) : 0);
+    int8_t* a = operands.as<int8_t>();
+    float* row_scales = memory.as<float>();
+    int32_t* input_sums = reinterpret_cast<int32_t*>(row_scales + ROWS);
+    for (int64_t r = 0; r < ROWS; ++r)
+        quantize_rows<1>(product, r, ROWS, a + r * STEP, row_scales + r, room.as<float>());
+    sum_inputs<ROWS>(a, b, input_sums);
+    for (int64_t i = 0; i < ROWS * parts; ++i) input_sums[i] = -input_sums[i];
+    const Int8Product p(product, nullptr, row_scales, 0);
+    const Tasks tasks(ROWS, p.n, ROWS, padded, BLOCK_BYTES, threads);
+    tasks.run([&](int64_t, int64_t panel, int64_t end) { few_tiles<ROWS>(p, a, input_sums, panel, end); });
+}
+
+#endif
+
 }  // namespace
 
 void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads) {
     const Product product{weight, x, y, m};
+#if LLM_VNNI
+    if (weight.levels && !weight.input_scale && m <= FEW_ROWS) {
+        if (m == 0) return;
+        if (m == 1) return multiply_few<1>(product, threads);
+        if (m == 2) return multiply_few<2>(product, threads);
+#if LLM_AVX512
+        if (m == 3) return multiply_few<3>(product, threads);
+        return multiply_few<4>(product, threads);
+#endif
+    }
+#endif
 #if LLM_TILES
     if (m >= TILES_FROM) return multiply_by_tiles(product, threads);
 #endif
@@ -329,9 +550,12 @@ void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int6
                                               row_scales + row, reinterpret_cast<float*>(scratch));
     });
     const Int8Product p(product, a, row_scales, OPERAND_SHIFT);
-    tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
+    const auto nothing = [](int64_t, int64_t, char*) {};
+    const int64_t opened_bytes = weight.levels ? tasks.group_panels() * p.panel_bytes() : 0;
+    tasks.run(opened_bytes, nothing, [&](int64_t tile, int64_t panel, int64_t end, char* scratch) {
+        int8_t* opened = weight.levels ? reinterpret_cast<int8_t*>(scratch) : nullptr;
         with_rows(tasks.rows(tile), [&](auto rows) {
-            tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end, tasks.turn(tile));
+            tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end, tasks.turn(tile), opened);
         });
     });
 }
@@ -348,6 +572,21 @@ void pack_int8(const int8_t* src, int8_t* dst, int32_t* sums, int64_t n, int64_t
             for (int64_t i = 0; row < rows && i < k; ++i) sum += from[row * k + i];
             sums[panel * LANES + row] = sum;
         }
+    });
+}
+
+// `sums` of int4 with levels, as pack_int8 has them.
+void sum_levels(const Weight& weight, int32_t* sums, int64_t threads) {
+    const LevelPanels packed(weight);
+    const int64_t bytes = packed.steps() * LevelPanels::OPENED;
+    parallel_for(ceil_div(weight.n, LANES), threads, bytes, [&](int64_t panel, char* scratch) {
+        int8_t* opened = reinterpret_cast<int8_t*>(scratch);
+        open_levels(packed, panel, 0, packed.steps(), opened);
+        int32_t total[LANES] = {};
+        for (int64_t i = 0; i < bytes; i += PANEL_STEP)
+            for (int64_t c = 0; c < LANES; ++c)
+                for (int64_t j = 0; j < STEP; ++j) total[c] += opened[i + c * STEP + j];
+        std::memcpy(sums + panel * LANES, total, sizeof total);
     });
 }
 
@@ -389,5 +628,11 @@ LLM_EXPORT void llm_quantize_static(const float* x, int8_t* q, float scale, int6
     });
 }
 
+// The sums [n, padded to panels] of the rows of a weight of int4 with levels, as integers of 8 bits.
+LLM_EXPORT void llm_level_sums(const Weight* weight, int32_t* sums, int64_t threads) {
+    sum_levels(*weight, sums, threads);
+}
+
+LLM_KERNEL(llm_level_sums)
 LLM_KERNEL(llm_quantize_per_token)
 LLM_KERNEL(llm_quantize_static)

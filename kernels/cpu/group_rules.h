@@ -176,6 +176,58 @@ struct AsymmetricIntegers {
     }
 };
 
+// Integers on two levels of scales: `level_of` of quantize_forms.py, of groups that are divided by their rows' scales.
+struct WholeSteps {
+    static constexpr float STEPS[] = {1.0f, 0.0f, -1.0f, -2.0f}, PLACES[] = {0.0f, -1.0f, 1.0f}, MOST = 15.0f;
+    static constexpr float PLACES_IN_STEP = 3.2f, FIRST_PLACE = 16.0f;
+    struct Level { F32 step, place, error; };
+
+    LLM_INLINE Level operator()(GroupTile x, Codes codes) const {
+        F32 low = x[0], high = x[0];
+        for (int64_t i = 1; i < x.size; ++i) low = min(low, x[i]), high = max(high, x[i]);
+        const F32 first = ceiling((high - low) * set1(1 / MOST)), middle = set1(0.5f) * (high + low);
+        Level best{set1(1.0f), zero(), set1(std::numeric_limits<float>::infinity())};
+        for (const float near : STEPS) {
+            const F32 step = clamp(first + set1(near), 1, MOST), at = set1(0.5f * MOST) - middle * (set1(1.0f) / step);
+            const F32 centre = round_even(at * set1(PLACES_IN_STEP)) - set1(FIRST_PLACE);
+            for (const float beside : PLACES) attempt(x, step, clamp(centre + set1(beside), 0, MOST), best);
+        }
+        const Grid grid(best.step, best.place);
+        for (int64_t i = 0; i < x.size; ++i) codes.keep(i, grid.code(x[i] + grid.shift) - set1(8.0f));
+        return best;
+    }
+
+  private:
+    static LLM_INLINE F32 floor_of(F32 x) {
+        const F32 near = round_even(x);
+        return select_less(x, near, near - set1(1.0f), near);
+    }
+    static LLM_INLINE F32 ceiling(F32 x) {
+        const F32 near = round_even(x);
+        return select_less(near, x, near + set1(1.0f), near);
+    }
+    struct Grid {
+        F32 step, per_step, shift, least, most;
+        LLM_INLINE Grid(F32 by, F32 place)
+            : step(by), per_step(set1(1.0f) / by),
+              shift(floor_of(by * (place + set1(FIRST_PLACE)) / set1(PLACES_IN_STEP))),
+              least(max(ceiling((shift - set1(128.0f)) * per_step), llm::zero())),
+              most(min(floor_of((shift + set1(127.0f)) / by), set1(MOST))) {}
+        LLM_INLINE F32 code(F32 moved) const { return max(min(round_even(moved * per_step), most), least); }
+    };
+    // Takes a step and a place where their error is less. Inlined a dozen times it would take long to compile.
+    __attribute__((noinline)) static void attempt(GroupTile x, F32 step, F32 place, Level& best) {
+        const Grid grid(step, place);
+        const F32 error = ordered_sum(x.size, [=](int64_t i) {
+            const F32 moved = x[i] + grid.shift, rest = grid.code(moved) * grid.step - moved;
+            return rest * rest;
+        });
+        best.step = select_less(error, best.error, step, best.step);
+        best.place = select_less(error, best.error, place, best.place);
+        best.error = select_less(error, best.error, error, best.error);
+    }
+};
+
 // e2m1 with powers of two as scales: of the two that the largest value lies between, the one of less squared error.
 struct Fp4 {
     // The nearest value, halfway the one with the even code.

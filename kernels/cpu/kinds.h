@@ -12,7 +12,7 @@ LLM_NAMED(Kind)
 
 // What quantize_weight.cpp quantizes a weight to: two ways to integers, then FORMS of
 // kernels/reference/quantize_forms.py.
-enum class WeightForm : int64_t { ROUNDED, SEARCHED, FLOAT8, MXFP4, NF4, Q8_0, Q4_0, Q4_K, ASYMMETRIC };
+enum class WeightForm : int64_t { ROUNDED, SEARCHED, FLOAT8, MXFP4, NF4, Q8_0, Q4_0, Q4_K, ASYMMETRIC, TWO_LEVELS };
 LLM_NAMED(WeightForm)
 
 // The types of GGUF that gguf_blocks.cpp decodes: TYPES of kernels/reference/gguf_blocks.py.

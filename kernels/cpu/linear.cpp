@@ -9,11 +9,11 @@ namespace {
 auto product_with(const Weight& weight) {
     if (!has_scales(weight.kind)) return linear_float;
     if (weight.activations != Activations::INT8) return linear_weight_only;
-    return weight.kind == Kind::INT8 ? linear_int8 : linear_int4;
+    return weight.kind == Kind::INT8 || weight.levels ? linear_int8 : linear_int4;
 }
 
 // Whether its GEMM rotates inputs itself, row by row while it quantizes them.
-bool rotates(const Weight& weight) { return weight.kind == Kind::INT8 && weight.activations == Activations::INT8; }
+bool rotates(const Weight& weight) { return product_with(weight) == linear_int8; }
 
 // Nanoseconds that one thread needs for a GEMM of m batch rows: about what it computes or reads in one.
 constexpr int64_t MULTIPLY_ADDS_PER_NS = 48, BYTES_PER_NS = 16;

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -36,6 +36,7 @@ _PANELS = {
 
 _PACK = KERNELS["llm_pack"]
 _UNPACK = KERNELS["llm_unpack"]
+_LEVEL_SUMS = KERNELS["llm_level_sums"]
 
 
 class _Description:
@@ -56,17 +57,20 @@ class _Description:
     def write(self, weight: PanelWeight) -> None:
         """Check the size of everything the kernels will read, then fill the struct."""
         _check_memory("the packed weight", weight.data, *_size(weight.kind, weight.n, weight.k))
-        if weight.kind == "int8":
+        if weight.kind == "int8" or weight.levels is not None:
             _check_memory("the sums of the rows", weight.sums, torch.int32, _padded(weight.n))
         if weight.bias is not None:
             _check_memory("the bias", weight.bias, torch.float32, weight.n)
         if weight.columns is not None:
             _check_memory("the columns", weight.columns, torch.int32, weight.k)
+        if weight.levels is not None:
+            _check_levels(weight, weight.levels)
         struct = self._struct
         if weight.table is not None:
             _check_memory("the table", weight.table, torch.float32, 16)
         struct.data, struct.sums, struct.bias = weight.data.data_ptr(), pointer(weight.sums), pointer(weight.bias)
         struct.columns, struct.table = pointer(weight.columns), pointer(weight.table)
+        struct.levels = pointer(weight.levels)
         struct.kind, struct.activations = KINDS.index(weight.kind), ACTIVATIONS.index(weight.activations)
         struct.n, struct.k, struct.group_size = weight.n, weight.k, weight.group_size
         struct.rotation = weight.rotation
@@ -76,7 +80,7 @@ class _Description:
             if values is not None:
                 _check_groups(name, values, weight)
                 setattr(struct, f"{name}_kind", FLOATS[values.dtype])
-                setattr(struct, f"{name}_stride", values.stride(1) if weight.groups > 1 else weight.n)
+                setattr(struct, f"{name}_stride", values.stride(1) if values.shape[1] > 1 else weight.n)
         self.places = [part.data_ptr() for part in self.parts]
 
 
@@ -86,12 +90,13 @@ class PanelWeight(Weight):
 
     Attributes:
         library: the library whose kernels read it.
-        sums: int32, the sum of each row, padded to panels; only for int8.
+        sums: int32, the sum of each row, padded to panels; only for int8, and with levels.
 
     Raises:
         ValueError: the kernels do not support it.
     """
 
+    # In memory `levels` lie panel by panel, [n / 16, groups, 16].
     library: Library = field(kw_only=True)
     sums: torch.Tensor | None = field(default=None, kw_only=True)
     _description: _Description | None = field(init=False, repr=False)
@@ -108,7 +113,7 @@ class PanelWeight(Weight):
     def parts(self) -> list[torch.Tensor]:
         """The tensors that it is made of."""
         parts = (self.data, self.sums, self.scale, self.zero, self.minimum, self.table, self.bias, self.columns)
-        return [part for part in parts if part is not None]
+        return [part for part in (*parts, self.levels) if part is not None]
 
     @property
     def address(self) -> int:
@@ -146,9 +151,25 @@ class PanelWeight(Weight):
         minimum: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
         rotation: int = 0,
+        levels: torch.Tensor | None = None,
     ) -> PanelWeight:
         zero, minimum = (None if part is None else _by_group(part) for part in (zero, minimum))
-        return super().scaled(_by_group(scale), zero, group_size, minimum, columns, rotation)
+        if levels is None:
+            return super().scaled(_by_group(scale), zero, group_size, minimum, columns, rotation)
+        sums = torch.empty(_padded(self.n), dtype=torch.int32)
+        found = super().scaled(_by_group(scale), zero, group_size, minimum, columns, rotation, _by_panel(levels))
+        found = replace(found, sums=sums)
+        multiplied = replace(found, activations="int8")
+        self.library.call(_LEVEL_SUMS, multiplied.address, sums.data_ptr(), num_threads())
+        return found
+
+    def level_rows(self, start: int, end: int) -> torch.Tensor:
+        levels = self.levels
+        if levels is None:
+            raise ValueError("the weight has one level of scales")
+        first = start // LANES
+        rows = levels[first : -(-end // LANES)].transpose(1, 2).flatten(0, 1)
+        return rows[start - first * LANES : end - first * LANES]
 
 
 class WeightArray:
@@ -250,6 +271,17 @@ def _by_group(values: torch.Tensor) -> torch.Tensor:
     return out.view(rows, 1) if groups == 1 else out.t()  # a stride of 1, which `view(dtype)` asks for
 
 
+def _by_panel(levels: torch.Tensor) -> torch.Tensor:
+    """[N, G] stored panel by panel: the values of 16 rows of one group side by side."""
+    rows, groups = levels.shape
+    out = torch.ones(_padded(rows) // LANES, groups, LANES, dtype=torch.uint8)
+    whole = rows // LANES
+    out[:whole] = levels[: whole * LANES].view(whole, LANES, groups).transpose(1, 2)
+    if whole < len(out):
+        out[whole, :, : rows % LANES] = levels[whole * LANES :].t()
+    return out
+
+
 def _is_exact(values: torch.Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(values.to(dtype).float(), values.float())
 
@@ -260,8 +292,14 @@ def _check_memory(what: str, tensor: torch.Tensor | None, dtype: torch.dtype, si
         raise ValueError(f"{what} must be {size} contiguous elements of {dtype}, got {found}; was its memory freed?")
 
 
+def _check_levels(weight: PanelWeight, levels: torch.Tensor) -> None:
+    if weight.activations != "int8":
+        raise ValueError("a weight with two levels of scales is multiplied with int8 activations")
+    _check_memory("the levels", levels, torch.uint8, _padded(weight.n) * weight.groups)
+
+
 def _check_groups(name: str, values: torch.Tensor, weight: Weight) -> None:
-    shape = [weight.n, weight.groups]
+    shape = [weight.n, weight.groups if weight.levels is None else 1]
     if values.dtype not in FLOATS:
         raise ValueError(f"{name} is float32, bfloat16 or float16, got {values.dtype}")
     if list(values.shape) != shape or (values.stride(0) != 1 and weight.n > 1):

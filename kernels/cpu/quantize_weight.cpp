@@ -168,6 +168,78 @@ template <class Rule, class T> int64_t quantize_tiles(const Job& job, const Rule
     return refused.load();
 }
 
+// Rows with two levels of scales, some at a time so that their groups fill the lanes.
+template <class T> class LeveledRows {
+    const Job& job_;
+    const T* src_;
+    const int64_t per_row_, rows_, lanes_;  // rows_ at a time, with the groups of so many lanes
+
+    static constexpr float LEAST_SCALE = 0x1p-100f;
+    int64_t tile() const { return tile_floats(job_.group_size); }
+    // The row as floats, and its scale; 0: it holds a value that is not finite.
+    float read(int64_t row, float* x) const {
+        for (int64_t i = 0; i < job_.k; i += LANES)
+            store_part(x + i, load_part(src_ + row * job_.k + i, job_.k - i), job_.k - i);
+        if (job_.rotation) rotate_row(x, x, job_.k, job_.rotation);
+        const float largest = largest_magnitude(x, job_.k), scale = largest / 127.0f;
+        if (!(largest <= std::numeric_limits<float>::max())) return 0.0f;
+        return scale > LEAST_SCALE ? scale : 1.0f;
+    }
+
+  public:
+    LeveledRows(const Job& job, const T* src)
+        : job_(job), src_(src), per_row_(job.k / job.group_size),
+          rows_(max(1, min(LANES, 4 * TASK_ELEMENTS / max(1, job.k)))),
+          lanes_(ceil_div(rows_ * per_row_, LANES) * LANES) {}
+    int64_t tasks() const { return ceil_div(job_.n, rows_); }
+    int64_t scratch_bytes() const { return (rows_ * job_.k + LANES + 2 * tile() + lanes_) * sizeof(float); }
+    int64_t run(int64_t task, char* scratch) const {
+        float* rows = reinterpret_cast<float*>(scratch);
+        const GroupTile x{rows + rows_ * job_.k + LANES, job_.group_size};
+        const Codes codes{x.x + tile()};
+        float* scales = codes.codes + tile();
+        const int64_t first = task * rows_, count = min(rows_, job_.n - first), groups = count * per_row_;
+        for (int64_t i = 0; i < lanes_; ++i) scales[i] = 1.0f;
+        for (int64_t r = 0; r < count; ++r) {
+            const float scale = read(first + r, rows + r * job_.k);
+            if (scale == 0.0f) return NOT_FINITE;
+            job_.scale[first + r] = scale;
+            for (int64_t g = 0; g < per_row_; ++g) scales[r * per_row_ + g] = scale;
+        }
+        uint8_t* levels = reinterpret_cast<uint8_t*>(job_.minimum) + first * per_row_;
+        double signal = 0, noise = 0;
+        for (int64_t g = 0; g < groups; g += LANES) {
+            const int64_t some = min(LANES, groups - g);
+            const F32 scale = load(scales + g);
+            x.read(rows + g * job_.group_size, some);
+            F32 squares = zero();
+            for (int64_t i = 0; i < job_.group_size; ++i) {
+                const F32 value = x[i] / scale;
+                squares = fma(value, value, squares);
+                store(x.x + i * LANES, value);
+            }
+            const WholeSteps::Level found = WholeSteps()(x, codes);
+            alignas(16) int8_t bytes[LANES];
+            store_int8(bytes, to_int(select_less(found.place, set1(8.0f), found.step + found.place * set1(16.0f),
+                                                 found.step + found.place * set1(16.0f) - set1(256.0f))));
+            std::memcpy(levels + g, bytes, some);
+            write_codes(codes.codes, job_.q + first * job_.k + g * job_.group_size, job_.group_size, some);
+            signal += sum(squares * (scale * scale)), noise += sum(found.error * (scale * scale));
+        }
+        job_.energies[2 * first] = signal, job_.energies[2 * first + 1] = noise;
+        return 0;
+    }
+};
+
+template <class T> int64_t quantize_levels(const Job& job, const T* src) {
+    const LeveledRows<T> rows(job, src);
+    std::atomic<int64_t> refused{0};
+    parallel_for(rows.tasks(), job.threads, rows.scratch_bytes(), [&](int64_t task, char* scratch) {
+        if (const int64_t reason = rows.run(task, scratch)) refused.fetch_or(reason, std::memory_order_relaxed);
+    });
+    return refused.load();
+}
+
 template <class T> int64_t quantize(WeightForm form, const Job& job, float high, const float* table, const T* src) {
     switch (form) {
         case WeightForm::ROUNDED: return quantize_rows(job, RoundedInteger{high}, src);
@@ -178,6 +250,7 @@ template <class T> int64_t quantize(WeightForm form, const Job& job, float high,
         case WeightForm::Q8_0: return quantize_tiles(job, Q8_0{}, src);
         case WeightForm::Q4_0: return quantize_tiles(job, Q4_0{}, src);
         case WeightForm::ASYMMETRIC: return quantize_tiles(job, AsymmetricIntegers{}, src);
+        case WeightForm::TWO_LEVELS: return quantize_levels(job, src);
         default: return quantize_tiles(job, Q4_K{}, src);
     }
 }
@@ -188,8 +261,9 @@ template <class T> int64_t quantize(WeightForm form, const Job& job, float high,
 using namespace llm;
 
 // src [n, k] -> q [n, k], scale and minimum (of Q4_K, the zero point of ASYMMETRIC) [n, k / group_size], energies.
-// Integers are in [-high, high], those searched for in [-high - 1, high]. `table` [16] of NF4. `rotation`: rows are
-// rotated first (rotate.h), for ROUNDED alone. Returns 0, or what is wrong with the weight.
+// Integers are in [-high, high], those searched for in [-high - 1, high]. Of TWO_LEVELS scale is [n], and minimum
+// holds the levels as bytes. `table` [16] of NF4. `rotation`: rows are rotated first (rotate.h), for ROUNDED and
+// TWO_LEVELS alone. Returns 0, or what is wrong with the weight.
 LLM_EXPORT int64_t llm_quantize_weight(Kind kind, WeightForm form, const void* src, int8_t* q, float* scale,
                                        float* minimum, double* energies, const float* table, int64_t n, int64_t k,
                                        int64_t high, int64_t group_size, int64_t rotation, int64_t threads) {

@@ -71,8 +71,12 @@ def quantize_into(
     weight = weight.contiguous()
     if not (q.is_contiguous() and scale.is_contiguous() and q.shape == weight.shape and q.itemsize == 1):
         raise ValueError(f"q is contiguous, of one byte, {list(weight.shape)}, got {q.dtype} {list(q.shape)}")
-    if scale.dtype != torch.float32 or scale.numel() * group_size != weight.numel():
+    leveled = minimum is not None and minimum.dtype == torch.uint8
+    groups = rows * (columns // group_size)
+    if scale.dtype != torch.float32 or scale.numel() != (rows if leveled else groups):
         raise ValueError(f"scale is float32 {[rows, columns // group_size]}, got {scale.dtype} {list(scale.shape)}")
+    if leveled and minimum is not None and (minimum.numel() != groups or not minimum.is_contiguous()):
+        raise ValueError(f"levels are {[rows, columns // group_size]}, got {list(minimum.shape)}")
     energies = torch.zeros(max(rows, -(-scale.numel() // LANES)), 2, dtype=torch.float64)
     places = (weight.data_ptr(), q.data_ptr(), scale.data_ptr(), pointer(minimum), energies.data_ptr(), pointer(table))
     sizes = (rows, columns, high, group_size, rotation, num_threads())

@@ -23,6 +23,7 @@ int64_t llm_lora(const Weight* down, const Weight* up, int64_t count, const int6
     const int64_t* slots, int64_t tokens, const float* x, const int64_t* ids, float* y, int64_t width, int64_t threads)
 void llm_pack(Kind kind, const void* src, void* dst, int32_t* sums, int64_t n, int64_t k, int64_t threads)
 void llm_unpack(const Weight* weight, void* dst, int64_t first, int64_t end, int64_t threads)
+void llm_level_sums(const Weight* weight, int32_t* sums, int64_t threads)
 void llm_quantize_per_token(const float* x, int8_t* q, float* scale, int64_t m, int64_t k, int64_t threads)
 int64_t llm_quantize_weight(Kind kind, WeightForm form, const void* src, int8_t* q, float* scale, float* minimum,
     double* energies, const float* table, int64_t n, int64_t k, int64_t high, int64_t group_size, int64_t rotation,
@@ -141,6 +142,7 @@ const void* minimum
 const float* table
 const float* bias
 const int32_t* columns
+const uint8_t* levels
 Kind kind
 Kind scale_kind
 Kind zero_kind

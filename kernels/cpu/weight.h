@@ -14,13 +14,14 @@ LLM_NAMED(Activations)
 // W[i, j] = code * scale[i, g] - minimum[i, g], rounded once, where code is w[i, j] + 16 of INT8, + 8 of INT4. With a
 // table, which is of INT4, W[i, j] = table[w[i, j] + 8] * scale[i, g].
 //   data          panels of 16 output channels: kernels/README.md
-//   sums          [n, padded to panels], each output channel's sum over k; INT8 only
+//   sums          [n, padded to panels], each output channel's sum over k; of INT8, and with levels
 //   scale, zero, minimum   [groups][stride], a group's output channels side by side; one of the last two may be there
 //   table         [16] or null
 //   bias          [n] or null
 //   columns       [k] or null: which input w[i, j] is multiplied by, where that is not input j; a permutation
-//   rotation      0, or the block of columns that were rotated (rotate.h), as inputs are before they are multiplied
-//   input_scale   of static int8 activations, with input_offset; 0: each batch row has its own scale
+//   levels        [panels][groups][16] or null; of INT4: W[i, j] = ((w[i, j] + 8) * step - shift) * scale[i],
+//   int4_levels.h rotation      0, or the block of columns that were rotated (rotate.h), as inputs are before they are
+//   multiplied input_scale   of static int8 activations, with input_offset; 0: each batch row has its own scale
 #define LLM_WEIGHT(FIELD)           \
     FIELD(const void*, data)        \
     FIELD(const int32_t*, sums)     \
@@ -30,6 +31,7 @@ LLM_NAMED(Activations)
     FIELD(const float*, table)      \
     FIELD(const float*, bias)       \
     FIELD(const int32_t*, columns)  \
+    FIELD(const uint8_t*, levels)   \
     FIELD(Kind, kind)               \
     FIELD(Kind, scale_kind)         \
     FIELD(Kind, zero_kind)          \
@@ -122,6 +124,7 @@ inline Weight channels(const Weight& weight, int64_t first, int64_t end) {
     if (weight.scale) part.scale = from(weight.scale, first * bytes_of(weight.scale_kind));
     if (weight.zero) part.zero = from(weight.zero, first * bytes_of(weight.zero_kind));
     if (weight.minimum) part.minimum = from(weight.minimum, first * bytes_of(weight.minimum_kind));
+    if (weight.levels) part.levels += first * (weight.k / weight.group_size);
     if (weight.bias) part.bias += first;
     part.n = end - first;
     return part;

@@ -43,10 +43,11 @@ def pack(values: torch.Tensor, kind: str | None = None, reuse: bool = False) -> 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """y = x W^T + bias, with x converted as `weight.activations` says.
 
-    "float": x as it is; "bfloat16": x rounded. "int8": with (q, xs) = quantize_per_token(x), of int4 for the columns of
-    each group by themselves, each operation rounded and in this order:
+    "float": x as it is; "bfloat16": x rounded. "int8": with (q, xs) = quantize_per_token(x), of int4 without levels for
+    the columns of each group by themselves, each operation rounded and in this order:
 
-    - int8: y[m, n] = (float(sum_k q[m, k] w[n, k]) * xs[m]) * scale[n] + bias[n]; with q = quantize_static(x)
+    - int8 and, with v in the place of w, int4 with levels:
+      y[m, n] = (float(sum_k q[m, k] w[n, k]) * xs[m]) * scale[n] + bias[n]; with q = quantize_static(x)
       y = float(sum_k (q[m, k] - input_offset) w[n, k]) * (input_scale * scale[n]) + bias[n], NaN if x[m] is not finite;
     - int4: y[m, n] = sum_g fma(float(sum_{k in g} q[m, k] w[n, k]) * xs[m, g], scale[n, g], .) + bias[n], groups in
       order; with zero points or minima each is followed by fma(offset[n, g], xs[m, g] * float(sum_{k in g} q[m, k]),
@@ -65,7 +66,8 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         x = x[..., weight.columns.long()]
     if weight.activations == "int8" and weight.rotation:
         x = rotate(x, weight.rotation)
-    product = {"int8": _int8, "int4": _int4}[weight.kind] if weight.activations == "int8" else _float
+    whole = _int4 if weight.kind == "int4" and weight.levels is None else _int8
+    product = whole if weight.activations == "int8" else _float
     out = product(x.reshape(x.shape[:-1].numel(), weight.k), weight)
     if bias is not None:
         out += bias
@@ -79,9 +81,9 @@ def embedding(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     data = F.embedding(ids, weight.data.view(torch.uint8) if is_byte else weight.data).view(weight.data.dtype)
     if weight.is_float:
         return data.float().view(*token_ids.shape, weight.k)
-    parts = (weight.scale, weight.zero, weight.minimum)
-    scale, zero, minimum = (None if values is None else values[ids] for values in parts)
-    picked = replace(weight, data=data, n=len(ids), scale=scale, zero=zero, minimum=minimum, bias=None)
+    parts = (weight.scale, weight.zero, weight.minimum, weight.levels)
+    scale, zero, minimum, levels = (None if values is None else values[ids] for values in parts)
+    picked = replace(weight, data=data, n=len(ids), scale=scale, zero=zero, minimum=minimum, levels=levels, bias=None)
     return picked.dequantize().view(*token_ids.shape, weight.k)
 
 

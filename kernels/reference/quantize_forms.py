@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from llm.kernels.reference.quantize_weight import largest_of, ordered_sum
+from llm.kernels.reference.rotation import rotate
 
 # The forms, by their numbers in the kernels.
-FORMS = ("float8", "mxfp4", "nf4", "q8_0", "q4_0", "q4_k", "asymmetric")
+FORMS = ("float8", "mxfp4", "nf4", "q8_0", "q4_0", "q4_k", "asymmetric", "two_levels")
 # Those with a minimum for each group, and with a zero point in its place.
 HAVE_MINIMA, HAVE_ZEROS = ("q4_k",), ("asymmetric",)
 # Columns of a group of GGUF's blocks, and of a block of Q4_K: 8 groups, whose scales and minima share a float16 each.
@@ -49,14 +50,21 @@ _CHUNK_ELEMENTS = 1 << 18
 # Of asymmetric integers: steps that are tried, as shares of the one that clips nothing, and how far beside the best.
 _STEPS, _BESIDE = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 0.025
 
-# q, scale, and minimum or zero point.
+# Of two levels of scales: steps that are tried, beside the whole number above the one that clips nothing, and places,
+# beside the one that centres a group; places in a step, and the first one.
+_NEAR_STEP, _NEAR_PLACE = (1, 0, -1, -2), (0, -1, 1)
+_MOST_STEP, _PLACES, _FIRST_PLACE = 15, 3.2, 16
+# Of integers of 8 bits.
+_LOWEST, _HIGHEST = -128, 127
+
+# q, scale, and minimum, zero point or levels.
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass
 class _Rounded:
-    """Of groups [R, G, size]: their codes, their scales and minima (or zero points) [R, G, 1], the values that these
-    stand for."""
+    """Of groups [R, G, size]: their codes, their scales and minima (or zero points, or levels) [R, G, 1], the values
+    that these stand for. With levels there is one scale for each row, [R, 1, 1]."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -65,13 +73,14 @@ class _Rounded:
 
 
 def quantize_weight_as(
-    weight: torch.Tensor, form: str, group_size: int, out: Parts | None = None
+    weight: torch.Tensor, form: str, group_size: int, out: Parts | None = None, rotation: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
     """A float weight [N, K] -> (q [N, K], scale, minimum, both float32 [N, K / group_size], signal, noise).
 
     signal: the sum of W^2; noise: of (W - its quantized value)^2. minimum: None but for "q4_k"; of "asymmetric" it is
-    the zero point. q is float8_e4m3fn for "float8", else int8. `out` is written to, and returned, as q, scale and
-    minimum.
+    the zero point, of "two_levels" the levels of `Weight`, beside a scale [N, 1]. q is float8_e4m3fn for "float8", else
+    int8. `out` is written to, and returned, as q, scale and minimum. `rotation`: the rows are rotated in blocks of so
+    many columns first (`rotation.rotate`), and so is the weight that the result stands for.
 
     - "float8": e4m3, rounded to nearest even; the largest magnitude of a group is 448 times its scale.
     - "mxfp4": codes of e2m1 less 8. Of the two powers of two that the largest magnitude lies between, the one of the
@@ -79,6 +88,7 @@ def quantize_weight_as(
       numbers is looked up faster.
     - "nf4": codes of NormalFloat4 less 8, the nearest in value; the scale is the largest magnitude.
     - "asymmetric": W ~ (q - zero) * scale, q and zero in [-8, 7]: see `asymmetric_groups`.
+    - "two_levels": W ~ ((q + 8) * step - shift) * scale with a scale for each row; see `level_of`.
     - "q8_0", "q4_0", "q4_k": see the functions. Groups are of 32, in "q4_k" 8 of them.
 
     Raises:
@@ -90,7 +100,8 @@ def quantize_weight_as(
     step = max(1, _CHUNK_ELEMENTS // max(1, columns))
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        groups = weight[part].float().unflatten(1, (-1, group_size))
+        values = rotate(weight[part], rotation) if rotation else weight[part].float()
+        groups = values.unflatten(1, (-1, group_size))
         found = _ROUND[form](groups, largest_of(groups))
         q[part], scale[part] = found.codes.to(q.dtype).view(-1, columns), found.scale[..., 0]
         if minimum is not None and found.minimum is not None:
@@ -103,9 +114,10 @@ def quantize_weight_as(
 def empty(form: str, rows: int, columns: int, group_size: int) -> Parts:
     """q, scale and minimum of `quantize_weight_as`."""
     dtype = torch.float8_e4m3fn if form == "float8" else torch.int8
-    scale = torch.empty(rows, columns // group_size)
-    third = torch.empty_like(scale) if form in HAVE_MINIMA + HAVE_ZEROS else None
-    return torch.empty(rows, columns, dtype=dtype), scale, third
+    q, scale = torch.empty(rows, columns, dtype=dtype), torch.empty(rows, columns // group_size)
+    if form == "two_levels":
+        return q, torch.empty(rows, 1), torch.empty(scale.shape, dtype=torch.uint8)
+    return q, scale, torch.empty_like(scale) if form in HAVE_MINIMA + HAVE_ZEROS else None
 
 
 def _round_float8(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
@@ -293,6 +305,71 @@ def asymmetric_groups(
     return _from_zero(x, best, zero) + (zero - 8), best, zero - 8
 
 
+def _round_two_levels(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    scale = row_scale(largest)
+    step, place = level_of(groups / scale)
+    codes = codes_on_levels(groups / scale, step, place)
+    values = (codes + 8) * step - shift_of(step, place)
+    return _Rounded(codes, scale, values * scale, (step + 16 * place).to(torch.uint8))
+
+
+def row_scale(largest: torch.Tensor) -> torch.Tensor:
+    """Of rows with two levels of scales, [R, 1, 1], from the largest magnitudes of their groups [R, G, 1]."""
+    scale = largest.amax(dim=1, keepdim=True) / _HIGHEST
+    return torch.where(scale > _LEAST_DIVISOR, scale, torch.ones_like(scale))
+
+
+def level_of(x: torch.Tensor, importance: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Groups x [R, G, size], divided by their rows' scales -> step (1 to 15) and place (0 to 15), whole, [R, G, 1].
+
+    x ~ (code + 8) * step - shift, where `shift_of` the two is whole too and the result an integer of 8 bits. Four steps
+    are tried about the one that clips nothing, each with the three places about the one that centres the group's range;
+    the least squared error wins, weighted by `importance`, which broadcasts.
+    """
+    low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+    first, middle = ((high - low) * (1 / _MOST_CODE)).ceil(), 0.5 * (high + low)
+    least, best, at = torch.full_like(low, torch.inf), torch.ones_like(low), torch.zeros_like(low)
+    for near in _NEAR_STEP:
+        step = (first + near).clamp_(1, _MOST_STEP)
+        centre = ((0.5 * _MOST_CODE - middle * (1 / step)) * _PLACES).round_() - _FIRST_PLACE
+        for beside in _NEAR_PLACE:
+            place = (centre + beside).clamp_(0, _MOST_CODE)
+            moved = x + shift_of(step, place)
+            error = (_whole_codes(moved, step, place) * step - moved).square_()
+            error = ordered_sum(error if importance is None else error * importance)
+            better = error < least
+            least = torch.where(better, error, least)
+            best, at = torch.where(better, step, best), torch.where(better, place, at)
+    return best, at
+
+
+def shift_of(step: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """What a group's values are moved up by: about 5 to 10 steps, in 16 places."""
+    return (step * (place + _FIRST_PLACE) / _PLACES).floor()
+
+
+def place_of(step: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """The first place with this shift."""
+    return (shift * _PLACES / step).ceil() - _FIRST_PLACE
+
+
+def codes_on_levels(x: torch.Tensor, step: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """The codes, from -8 to 7, whose values (`level_of`) are nearest to x and have 8 bits."""
+    return _whole_codes(x + shift_of(step, place), step, place) - 8
+
+
+def _whole_codes(moved: torch.Tensor, step: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    least, most = code_limits(step, place)
+    return torch.maximum(torch.minimum((moved * (1 / step)).round_(), most), least)
+
+
+def code_limits(step: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes from 0 to 15 whose values have 8 bits: the least and the largest."""
+    shift = shift_of(step, place)
+    least = ((shift + _LOWEST) * (1 / step)).ceil().clamp_(min=0)
+    return least, ((shift + _HIGHEST) / step).floor().clamp_(max=_MOST_CODE)
+
+
 def _centred(middle: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     """The code of 0, from 0 to 15, where the codes' middle is that of the group's range."""
     return (0.5 * _MOST_CODE - middle * _inverse(step)).round_().clamp_(0, _MOST_CODE)
@@ -323,4 +400,5 @@ _ROUND = {
     "q4_0": _round_q4_0,
     "q4_k": _round_q4_k,
     "asymmetric": _round_asymmetric,
+    "two_levels": _round_two_levels,
 }

@@ -40,7 +40,7 @@ def int_matmul(q: torch.Tensor, weight: Weight, start: int = 0, end: int | None 
     out = q.new_zeros(q.shape[0], weight.n, dtype=torch.int32)
     step = rows_at_once(weight.k)
     for row in range(0, weight.n, step):
-        w = weight.rows(row, min(row + step, weight.n))
+        w = weight.integers(row, min(row + step, weight.n))
         for k in range(start, end, _EXACT_K):
             last = min(k + _EXACT_K, end)
             out[:, row : row + step] += (q[:, k:last].float() @ w[:, k:last].float().t()).to(torch.int32)
@@ -49,7 +49,7 @@ def int_matmul(q: torch.Tensor, weight: Weight, start: int = 0, end: int | None 
 
 def row_sums(weight: Weight) -> torch.Tensor:
     """sum_k w[n, k], int32 [N]."""
-    return weight.unpack().sum(dim=1, dtype=torch.int32)
+    return weight.integers(0, weight.n).sum(dim=1, dtype=torch.int32)
 
 
 def rows_at_once(columns: int) -> int:

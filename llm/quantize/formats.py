@@ -97,14 +97,16 @@ def _stored_layer(name: str, module: nn.Module, shard_id: str | int | None, has_
         return StoredLayer(name, "", kind, None, {})
     if not hasattr(method, "integers"):
         raise LLMError(f"{name} computes as {method.scheme}, which cannot be saved.")
-    whole = method.integers(module)
+    whole: IntegerWeight = method.integers(module)
+    scheme = method.scheme if whole.levels is None else "W8A8_DYNAMIC"
+    whole = whole.as_eight_bits()
     weight = replace(whole, q=rows_of(module, whole.q, shard_id), scale=rows_of(module, whole.scale, shard_id))
     if whole.zero is not None:
         weight.zero = rows_of(module, whole.zero, shard_id)
     if whole.minimum is not None:
         weight.minimum = rows_of(module, whole.minimum, shard_id)
     is_tied = kind == "embedding" and getattr(module, "is_lm_head", False) and name != _LM_HEAD
-    layer = StoredLayer(name, method.scheme, kind, weight, {}, is_tied)
+    layer = StoredLayer(name, scheme, kind, weight, {}, is_tied)
     parameter: torch.Tensor | None = getattr(module, "bias", None)
     if parameter is not None:
         bias = rows_of(module, parameter.data, shard_id)

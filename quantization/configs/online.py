@@ -30,7 +30,7 @@ class Recipe:
     """One name of `quantization=`: the scheme, its bits, the default group size (None: per row) and the LM head's.
 
     `form`: of `quantize_weight_as`; "": symmetric integers. `fixed`: its format has this group size alone. `rotates`:
-    weights and activations are rotated in blocks before they are rounded.
+    weights and activations are rotated in blocks before they are rounded. `unrotated`: the form where they are not.
     """
 
     scheme: str
@@ -40,6 +40,7 @@ class Recipe:
     form: str = ""
     fixed: bool = False
     rotates: bool = False
+    unrotated: str = ""
 
     @property
     def is_integer(self) -> bool:
@@ -51,7 +52,7 @@ RECIPES: dict[str, Recipe] = {
     "w8a8": Recipe("W8A8_DYNAMIC", 8, None, "w8a8", rotates=True),
     "w8a8_static": Recipe("W8A8", 8, None, "w8a8"),
     "w8a16": Recipe("W8A16", 8, None, "w8a16"),
-    "w4a8": Recipe("W4A8_DYNAMIC", 4, 32, "w8a8", "asymmetric"),
+    "w4a8": Recipe("W4A8_DYNAMIC", 4, 32, "w8a8", "two_levels", rotates=True, unrotated="asymmetric"),
     "w4a16": Recipe("W4A16", 4, 32, "w8a16", "asymmetric"),
     "fp8": Recipe("W8A16_FP8", 8, None, "fp8", "float8"),
     "mxfp4": Recipe("W4A16", 4, 32, "fp8", "mxfp4", fixed=True),
@@ -108,8 +109,8 @@ class OnlineConfig(QuantizationConfig):
         eight_bits: path of a layer -> why it has 8 bits where it would have 4 and no pattern names it.
         calibration: texts that are run through the unquantized model first.
         own_texts: it writes them itself: calibration="auto".
-        rotate: whether w8a8 rotates weights and activations.
-        symmetric: whether 4-bit integers that have zero points by default are without.
+        rotate: whether w8a8 and w4a8 rotate weights and activations.
+        symmetric: whether 4-bit integers that have zero points, or two levels of scales, by default are without.
         statistics: what they showed, by layer; filled in before the model is built.
     """
 
@@ -306,10 +307,14 @@ class OnlineConfig(QuantizationConfig):
         recipe = RECIPES[name]
         size, note = _fitting_group(choice, columns, prefix)
         static = recipe.scheme == "W8A8"
-        rotation = block_for(columns) if recipe.rotates and self.rotate else 0
+        form = "" if self.symmetric and recipe.bits == 4 and recipe.is_integer else recipe.form
+        rotation = block_for(columns) if recipe.rotates and self.rotate and form == recipe.form else 0
         if rotation:
             note += f", rotated in blocks of {rotation}"
-        form = "" if self.symmetric and recipe.is_integer else recipe.form
+        elif form:
+            form = recipe.unrotated or form
+        if form == "two_levels":
+            note += ", on two levels of scales"
         if form in HAVE_ZEROS:
             note += ", with zero points"
         storage = QuantizeOnLoad(recipe.bits, size, self.statistics.get(prefix), static, form, rotation)

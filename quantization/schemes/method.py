@@ -113,6 +113,8 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         bits = self._scheme.bits
         found = IntegerWeight(weight.unpack(), weight.scales.float(), weight.group_size, bits, zero, table=weight.table)
         found.columns, found.rotation = weight.columns, weight.rotation
+        if weight.levels is not None:
+            found.levels = weight.level_rows(0, weight.n)
         if weight.minimum is not None:
             found.minimum = weight.minimum.float()
         if self._scheme.static:
@@ -126,7 +128,8 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         weight = weight.to(self._device)
         bits: Weight = self._pack(weight.q, self._scheme.kind)
         scaled = bits.scaled(
-            weight.scale, weight.zero, weight.group_size, weight.minimum, weight.columns, weight.rotation
+            *(weight.scale, weight.zero, weight.group_size, weight.minimum, weight.columns, weight.rotation),
+            weight.levels,
         )
         scaled = self._kept(layer, replace(scaled, table=weight.table))
         static = (weight.input_scale or 0.0, weight.input_offset) if self._scheme.static else (0.0, 0)
@@ -143,10 +146,12 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
 
     def _kept(self, layer: Any, packed: Weight) -> Weight:
         path: str = getattr(layer, "prefix", "")
-        scale, zero, minimum = (
-            None if part is None else self._keep(path, part) for part in (packed.scale, packed.zero, packed.minimum)
+        scale, zero, minimum, levels = (
+            None if part is None else self._keep(path, part)
+            for part in (packed.scale, packed.zero, packed.minimum, packed.levels)
         )
-        return replace(packed, data=self._keep(path, packed.data), scale=scale, zero=zero, minimum=minimum)
+        data = self._keep(path, packed.data)
+        return replace(packed, data=data, scale=scale, zero=zero, minimum=minimum, levels=levels)
 
 
 def _named(layer: nn.Module, error: ValueError) -> CheckpointError:

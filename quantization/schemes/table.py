@@ -47,7 +47,7 @@ class Scheme:
 
 def _one_scale_per_row(scheme: Scheme, weight: IntegerWeight) -> None:
     """The int32 sum over all of K is scaled once: no groups along K, no zero points."""
-    if weight.scale.shape[1] != 1 or weight.zero is not None or weight.minimum is not None:
+    if weight.groups != 1 or weight.zero is not None or weight.minimum is not None:
         raise CheckpointError(
             f"{scheme.name} computes symmetric weights with one scale per row; this layer has groups of "
             f"{weight.group_size}{' and zero points' if weight.zero is not None else ''}."
@@ -57,7 +57,7 @@ def _one_scale_per_row(scheme: Scheme, weight: IntegerWeight) -> None:
 def _integers(scheme: Scheme, weight: IntegerWeight) -> None:
     if weight.table is not None:
         raise CheckpointError(f"{scheme.name} computes integers; this layer has values of a table.")
-    if weight.scale.shape[1] > 1 and weight.group_size % 8:
+    if weight.groups > 1 and weight.group_size % 8:
         size = weight.group_size
         raise CheckpointError(
             f"{scheme.name} computes groups of a multiple of 8 columns; this layer has groups of {size}."

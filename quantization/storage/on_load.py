@@ -24,8 +24,8 @@ from llm.quantization.quantizer import (
 from llm.quantization.storage.streamed import StreamedStorage
 from llm.quantization.tables import doubled_fp4, nf4
 
-# The forms of plain integers: symmetric ones, and those with a zero point.
-INTEGERS = ("", "asymmetric")
+# The forms of plain integers: symmetric ones, those with a zero point, and those on two levels of scales.
+INTEGERS = ("", "asymmetric", "two_levels")
 # Of the forms whose codes are no integers.
 _TABLES = {"mxfp4": doubled_fp4, "nf4": nf4}
 
@@ -55,7 +55,8 @@ class QuantizeOnLoad(StreamedStorage):
         statistics: of the layer's inputs; they weight the errors of 4-bit weights.
         static_input: fix the activations' scale and offset from `statistics`.
         form: of `quantize_weight_as`; "": symmetric integers.
-        rotation: of integers of 8 bits: the block of columns in which the weight is rotated first; 0: none.
+        rotation: of integers of 8 bits, also by two levels: the block of columns in which the weight is rotated first;
+            0: none.
 
     Attributes:
         signal_to_noise: of the integers against the float weight, in decibels; valid after loading.
@@ -102,7 +103,7 @@ class QuantizeOnLoad(StreamedStorage):
         if loaded.shape != shape:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(shape)}")
         q, scale = weight.q[rows], weight.scale[rows]
-        third = weight.zero if weight.minimum is None else weight.minimum
+        third = next((part for part in (weight.zero, weight.minimum, weight.levels) if part is not None), None)
         result = self.quantized(loaded, (q, scale, None if third is None else third[rows]))
         if result.q is not q:
             q.copy_(result.q)
@@ -116,10 +117,12 @@ class QuantizeOnLoad(StreamedStorage):
         """`out`: q, scale, and minimum or zero point of these rows; the result's may be others."""
         if self.statistics and self.compensates:
             return quantize_with_feedback(
-                loaded, self.bits, self.group_size, self.statistics.moments, asymmetric=self.form in HAVE_ZEROS
+                *(loaded, self.bits, self.group_size, self.statistics.moments), form=self.form, rotation=self.rotation
             )
         if self.form:
-            return quantize_weight_as(loaded, self.form, self.group_size, kernel=self._to_form, out=out)
+            return quantize_weight_as(
+                *(loaded, self.form, self.group_size), kernel=self._to_form, out=out, rotation=self.rotation
+            )
         return quantize_weight(
             loaded,
             self.bits,
@@ -141,10 +144,12 @@ class QuantizeOnLoad(StreamedStorage):
 
     def _values_of(self, weight: IntegerWeight) -> torch.Tensor:
         """`weight.dequantize()`: all rows of an embedding table, where its columns are in order."""
-        if weight.columns is not None:
+        if weight.columns is not None or weight.levels is not None:
             return weight.dequantize()
         kind = "float8" if weight.q.is_floating_point() else "int4" if weight.bits <= 4 else "int8"
-        packed = self._pack(weight.q, kind).scaled(weight.scale, weight.zero, weight.group_size, weight.minimum)
+        packed = self._pack(weight.q, kind).scaled(
+            weight.scale, weight.zero, weight.group_size, weight.minimum, rotation=weight.rotation
+        )
         values: torch.Tensor = self._look_up(torch.arange(packed.n), replace(packed, table=weight.table))
         return values
 
@@ -153,6 +158,9 @@ class QuantizeOnLoad(StreamedStorage):
         weight.rotation = self.rotation
         if self.form in HAVE_ZEROS:
             weight.zero = torch.empty_like(weight.scale)
+        if self.form == "two_levels":
+            weight.levels = torch.empty(weight.scale.shape, dtype=torch.uint8)
+            weight.scale = torch.empty(len(weight.q), 1)
         if self.form == "float8":
             weight.q = weight.q.view(torch.float8_e4m3fn)
         if self.form in _TABLES:

@@ -167,6 +167,17 @@ EMULATED __m512i add_epi32(__m512i a, __m512i b) { return (__m512i)((__v16su)a +
 EMULATED __m512i sub_epi32(__m512i a, __m512i b) { return (__m512i)((__v16su)a - (__v16su)b); }
 EMULATED __m512i sub_epi8(__m512i a, __m512i b) { return (__m512i)((__v64qu)a - (__v64qu)b); }
 EMULATED __m512i and_si512(__m512i a, __m512i b) { return a & b; }
+EMULATED __m512i or_si512(__m512i a, __m512i b) { return a | b; }
+EMULATED __m512i mullo_epi16(__m512i a, __m512i b) {
+    return whole(_mm256_mullo_epi16(halves(a).lo, halves(b).lo), _mm256_mullo_epi16(halves(a).hi, halves(b).hi));
+}
+EMULATED __m512i mulhi_epu16(__m512i a, __m512i b) {
+    return whole(_mm256_mulhi_epu16(halves(a).lo, halves(b).lo), _mm256_mulhi_epu16(halves(a).hi, halves(b).hi));
+}
+EMULATED __m512i set4_epi32(int d, int c, int b, int a) {
+    const __m256i four = _mm256_setr_epi32(a, b, c, d, a, b, c, d);
+    return whole(four, four);
+}
 EMULATED __m512i xor_si512(__m512i a, __m512i b) { return a ^ b; }
 EMULATED __m512i packs_epi32(__m512i a, __m512i b) {
     return whole(_mm256_packs_epi32(halves(a).lo, halves(b).lo), _mm256_packs_epi32(halves(a).hi, halves(b).hi));
@@ -204,6 +215,9 @@ EMULATED __m512i cvtepi8_epi16(__m256i x) {
 }
 EMULATED __m512i cvtepi8_epi32(__m128i x) {
     return whole(_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)));
+}
+EMULATED __m512i cvtepu8_epi32(__m128i x) {
+    return whole(_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8)));
 }
 EMULATED __m512 cvtph_ps(__m256i x) {
     return whole(_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(upper(x)));
@@ -274,6 +288,8 @@ template <class V> EMULATED V dpbusd(V sum, V unsigned_bytes, V signed_bytes) {
 EMULATED __m512i dpwssd(__m512i sum, __m512i a, int32_t pair) {
     return add_epi32(sum, madd_epi16(a, set1_epi32(pair)));
 }
+EMULATED __m256i dpwssd(__m256i sum, __m256i a, __m256i b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+EMULATED __m512i dpwssd(__m512i sum, __m512i a, __m512i b) { return add_epi32(sum, madd_epi16(a, b)); }
 EMULATED __m256i maddubs(__m256i w, __m256i a) { return _mm256_maddubs_epi16(w, a); }
 EMULATED __m512i maddubs(__m512i w, __m512i a) {
     return whole(_mm256_maddubs_epi16(halves(w).lo, halves(a).lo), _mm256_maddubs_epi16(halves(w).hi, halves(a).hi));
@@ -429,6 +445,11 @@ inline void tile_dot_bf16(int sum, int a, int b) {
 #define _mm512_sub_epi32 emulated::sub_epi32
 #define _mm512_sub_epi8 emulated::sub_epi8
 #define _mm512_and_si512 emulated::and_si512
+#define _mm512_or_si512 emulated::or_si512
+#define _mm512_mullo_epi16 emulated::mullo_epi16
+#define _mm512_mulhi_epu16 emulated::mulhi_epu16
+#undef _mm512_set4_epi32
+#define _mm512_set4_epi32 emulated::set4_epi32
 #define _mm512_xor_si512 emulated::xor_si512
 #define _mm512_packs_epi32 emulated::packs_epi32
 #define _mm512_packs_epi16 emulated::packs_epi16
@@ -451,6 +472,7 @@ inline void tile_dot_bf16(int sum, int a, int b) {
 #define _mm512_cvtepu16_epi32 emulated::cvtepu16_epi32
 #define _mm512_cvtepi8_epi16 emulated::cvtepi8_epi16
 #define _mm512_cvtepi8_epi32 emulated::cvtepi8_epi32
+#define _mm512_cvtepu8_epi32 emulated::cvtepu8_epi32
 #define _mm512_cvtph_ps emulated::cvtph_ps
 #define _mm512_cvtepi32_epi8 emulated::cvtepi32_epi8
 #define _mm512_cvtepi32_epi16 emulated::cvtepi32_epi16

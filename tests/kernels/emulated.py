@@ -48,7 +48,7 @@ EMULATED: dict[str, tuple[str, ...]] = {
 }
 REMOTE = ("neon", "neon_i8mm")
 PARTS = (
-    *("cpu", "codes", "attention", "quantized_cache", "latent", "conv", "scan", "gated_delta", "drafts"),
+    *("cpu", "rotation", "codes", "attention", "quantized_cache", "latent", "conv", "scan", "gated_delta", "drafts"),
     *("experts", "routing", "lora", "fused", "vocabulary"),
 )
 TESTS = tuple(f"tests/kernels/test_kernels_{name}.py" for name in PARTS)
@@ -71,6 +71,16 @@ ASSEMBLY: tuple[tuple[str, str, str], ...] = (
         "bytes.h",
         'asm volatile("%{vex%} vpdpbusd %2, %1, %0" : "+x"(out) : "x"(unsigned_bytes), "x"(signed_bytes));',
         "out = emulated::dpbusd(out, unsigned_bytes, signed_bytes);",
+    ),
+    (
+        "bytes.h",
+        'asm volatile("vpdpwssd %2, %1, %0" : "+v"(out) : "v"(a), "v"(b));',
+        "out = emulated::dpwssd(out, a, b);",
+    ),
+    (
+        "bytes.h",
+        'asm volatile("%{vex%} vpdpwssd %2, %1, %0" : "+x"(out) : "x"(a), "x"(b));',
+        "out = emulated::dpwssd(out, a, b);",
     ),
     (
         "factors.h",

@@ -125,6 +125,15 @@ template <class T> void integers(Kind kind, int64_t m, int64_t n, int64_t k) {
         with_scales(Kind::FLOAT32, false, true);
         with_scales(Kind::BFLOAT16, false, false);
         with_scales(Kind::FLOAT16, false, false);
+        if (kind != Kind::INT4 || k % group || group % 8) continue;
+        Exactly<uint8_t> levels(up(n, 16) * groups);
+        for (int64_t i = 0; i < levels.count; ++i) levels.data[i] = static_cast<uint8_t>(i % 15 + 1 + i % 16 * 16);
+        Exactly<float> by_row(n);
+        weight.levels = levels.data, weight.scale = by_row.data;
+        weight.scale_kind = Kind::FLOAT32, weight.bias = bias.data;
+        llm_level_sums(&weight, sums.data, 1);
+        multiply(weight, x, y, m);
+        weight.levels = nullptr;
     }
     calls += 3;
     if (kind != Kind::INT8) return;
@@ -152,17 +161,18 @@ template <class T> void quantized(Kind kind, int64_t n, int64_t k, int64_t group
     Exactly<double> energies(2 * (n > up(groups, 16) / 16 ? n : up(groups, 16) / 16));
     for (int64_t j = 0; j < 16; ++j) table.data[j] = static_cast<float>(j) / 8 - 1;
     const auto to = [&](WeightForm form, int64_t rotation = 0) {
-        const bool has_minimum = form == WeightForm::Q4_K || form == WeightForm::ASYMMETRIC;
+        const bool has_minimum = form == WeightForm::Q4_K || form == WeightForm::ASYMMETRIC ||
+                                 form == WeightForm::TWO_LEVELS;
         if (llm_quantize_weight(kind, form, values.data, q.data, scale.data, has_minimum ? minimum.data : nullptr,
                                 energies.data, table.data, n, k, 7, group, rotation, 1))
             std::exit(1);
         ++calls;
     };
     for (WeightForm form : {WeightForm::ROUNDED, WeightForm::SEARCHED, WeightForm::FLOAT8, WeightForm::MXFP4,
-                            WeightForm::NF4, WeightForm::ASYMMETRIC})
+                            WeightForm::NF4, WeightForm::ASYMMETRIC, WeightForm::TWO_LEVELS})
         to(form);
     for (int64_t block = 16; block <= 256; block *= 2)
-        if (k % block == 0) to(WeightForm::ROUNDED, block);
+        if (k % block == 0) to(WeightForm::ROUNDED, block), to(WeightForm::TWO_LEVELS, block);
     if (group != 32) return;
     to(WeightForm::Q8_0), to(WeightForm::Q4_0);
     if (k % 256 == 0) to(WeightForm::Q4_K);

@@ -73,7 +73,7 @@ def hard_weights(size: int) -> torch.Tensor:
         *(("mxfp4", size) for size in (8, 32, 80, 640)),
         *(("nf4", size) for size in (5, 16, 64)),
         *((form, 32) for form in ("q8_0", "q4_0")),
-        *(("asymmetric", size) for size in (8, 32, 64, 272)),
+        *((form, size) for form in ("asymmetric", "two_levels") for size in (8, 32, 64, 272)),
         ("q4_k", 32),
     ],
 )

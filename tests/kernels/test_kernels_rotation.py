@@ -1,4 +1,5 @@
-"""Rotated int8 weights: kernels give the definition's bits, and outliers cost next to nothing."""
+"""Rotated weights of int8, and of int4 with two levels of scales: kernels give the definition's bits, and outliers cost
+next to nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from kernel_sets import ISAS, kernel_set, needs_compiler
 
+from llm.kernels.reference import experts as reference_experts
 from llm.kernels.reference import linear as reference
+from llm.kernels.reference import quantize_forms
 from llm.kernels.reference import quantize_weight as reference_quantize
 from llm.kernels.reference.rotation import block_for, rotate
-from llm.kernels.weight import Weight
+from llm.kernels.weight import ExpertWeights, Weight, eight_bits
 
 pytestmark = needs_compiler
 SIZES = [(576, 64), (1536, 256), (48, 16), (384, 128), (96, 32)]
@@ -83,3 +86,88 @@ def test_what_cannot_be_rotated_is_refused() -> None:
     with pytest.raises(ValueError, match="a scale for each row"):
         replace(rotated, input_scale=1.0)
     assert (block_for(100), block_for(896), block_for(4864)) == (0, 128, 256)
+
+
+# (output channels, columns, group size, rotation): tails of panels, groups of one, two and odd numbers of steps.
+LEVELS = [(70, 576, 32, 64), (33, 1536, 64, 256), (16, 96, 96, 32), (5, 48, 8, 16), (40, 384, 24, 128), (31, 64, 32, 0)]
+
+
+def on_levels(pack: Any, parts: quantize_forms.Parts, group_size: int, rotation: int) -> Weight:
+    q, scale, levels = parts
+    packed: Weight = pack(q, "int4").scaled(scale, group_size=group_size, rotation=rotation, levels=levels)
+    return replace(packed, activations="int8", bias=normal(len(q), seed=3))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("rows", "columns", "size", "block"), LEVELS)
+def test_two_levels_of_scales_have_the_bits_of_the_definition(
+    isa: str, rows: int, columns: int, size: int, block: int
+) -> None:
+    kernels = kernel_set(isa)
+    weight = normal(rows, columns) * normal(rows, 1, seed=4)
+    weight[0], weight[1, :size], weight[2] = 0, 0, 1
+    *found, signal, noise = kernels.op("quantize_weight_as")(weight, "two_levels", size, None, block)
+    *parts, defined_signal, defined_noise = quantize_forms.quantize_weight_as(weight, "two_levels", size, None, block)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, parts, strict=True))
+    assert (signal, noise) == pytest.approx((defined_signal, defined_noise), rel=1e-5)
+    packed, defined = (on_levels(pack, tuple(parts), size, block) for pack in (kernels.op("pack"), reference.pack))
+    assert torch.equal(packed.integers(0, rows), defined.integers(0, rows))
+    assert torch.equal(packed.dequantize(), defined.dequantize())
+    x = with_outliers(60, columns)
+    expected = reference.linear(x, defined)
+    for count in (60, 29, 13, 12, 7, 5, 4, 3, 2, 1):  # alone, in a batch and in parts of it
+        assert torch.equal(kernels.op("linear")(x[-count:], packed), expected[-count:]), count
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_experts_on_two_levels_are_those_of_the_definition(isa: str) -> None:
+    kernels = kernel_set(isa)
+    stacks = []
+    for pack in (kernels.op("pack"), reference.pack):
+        matrices = []
+        for expert in range(3):
+            for rows, columns in ((80, 64), (64, 40)):
+                weight, size = normal(rows, columns, seed=expert), 32 if columns == 64 else 8
+                parts = quantize_forms.quantize_weight_as(weight, "two_levels", size, None, 64 if size == 32 else 0)[:3]
+                matrices.append(replace(on_levels(pack, parts, size, 64 if size == 32 else 0), bias=None))
+        stacks.append(ExpertWeights(tuple(matrices[::2]), tuple(matrices[1::2])))
+    x, ids, factors = normal(19, 64), torch.arange(38).view(19, 2) * 7 % 3, normal(19, 2, seed=5).abs()
+    ours = kernels.op("experts")(x, ids, factors, stacks[0])
+    torch.testing.assert_close(ours, reference_experts.experts(x, ids, factors, stacks[1]), rtol=1e-4, atol=1e-4)
+    alone = torch.cat(
+        [kernels.op("experts")(x[i : i + 1], ids[i : i + 1], factors[i : i + 1], stacks[0]) for i in range(19)]
+    )
+    assert torch.equal(ours, alone)
+
+
+def test_two_levels_lose_less_than_one_with_whole_zero_points() -> None:
+    """In fewer bits (4.25 in place of 5 a weight). With the levels of the next group they lose all: the control."""
+    weight = normal(64, 512)
+    q, scale, levels, signal, noise = quantize_forms.quantize_weight_as(weight, "two_levels", 32)
+    *_, one = quantize_forms.quantize_weight_as(weight, "asymmetric", 32)
+    assert noise < 0.95 * one and noise < 0.006 * signal
+    values = reference.pack(q, "int4").scaled(scale, group_size=32, levels=levels).dequantize()
+    assert float((values - weight).square().sum()) == pytest.approx(noise, rel=1e-4)
+    turned = reference.pack(q, "int4").scaled(scale, group_size=32, levels=levels.roll(1, dims=1)).dequantize()
+    assert float((turned - weight).square().sum()) > 5 * noise
+
+
+def test_every_level_is_what_the_definition_says() -> None:
+    levels = torch.tensor([[step + 16 * place for place in range(16)] for step in range(1, 16)], dtype=torch.uint8)
+    codes = torch.zeros(15, 16 * 8, dtype=torch.int8)  # 8 of 0 to 15
+    shifts = (torch.arange(1, 16)[:, None] * (torch.arange(16) + 16) * 5).div(16, rounding_mode="floor")
+    expected = 8 * torch.arange(1, 16)[:, None] - shifts
+    assert torch.equal(eight_bits(codes, levels, 8).view(15, 16, 8)[..., 0].long(), expected)
+
+
+def test_levels_that_do_not_fit_are_refused() -> None:
+    packed = reference.pack(torch.zeros(4, 48, dtype=torch.int8), "int4")
+    levels = torch.ones(4, 6, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="levels are uint8 and of an int4 weight, got"):
+        packed.scaled(torch.ones(4, 1), group_size=8, levels=levels.int())
+    with pytest.raises(ValueError, match="scale has shape"):
+        packed.scaled(torch.ones(4, 6), group_size=8, levels=levels)
+    with pytest.raises(ValueError, match="levels have shape"):
+        packed.scaled(torch.ones(4, 1), group_size=8, levels=levels[:2])
+    with pytest.raises(ValueError, match="a multiple of 8 columns that divides their number, 48; got 12"):
+        packed.scaled(torch.ones(4, 1), group_size=12, levels=levels)

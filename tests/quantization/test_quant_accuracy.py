@@ -42,7 +42,7 @@ GATES = {
     "w8a8": (18.6535, 0.003, 0.97, 0.40, 40.0),
     "w8a16": (18.6481, 0.002, 0.985, 0.60, 40.0),
     "w4a16": (18.8451, 0.015, 0.91, 0.15, 21.5),
-    "w4a8": (18.8497, 0.015, 0.91, 0.15, 21.5),
+    "w4a8": (18.7242, 0.008, 0.91, 0.15, 21.5),
 }
 TEXTS = held_out.texts()
 
@@ -149,6 +149,11 @@ def transposed_scales(result: Quantized) -> None:
     result.scale.copy_(result.scale.t().reshape(result.scale.shape))
 
 
+def transposed_levels(result: Quantized) -> None:
+    assert result.minimum is not None
+    result.minimum.copy_(result.minimum.t().reshape(result.minimum.shape))
+
+
 def shifted_groups(result: Quantized) -> None:
     result.scale.copy_(result.scale.roll(1, dims=1))
 
@@ -163,7 +168,7 @@ def turned_scales(result: Quantized) -> None:
         ("w4a16", swapped_nibbles),
         ("w4a8", swapped_nibbles),
         ("w4a16", transposed_scales),
-        ("w4a8", transposed_scales),
+        ("w4a8", transposed_levels),
         ("w4a16", shifted_groups),
         ("w8a8", swapped_nibbles),
         ("w8a8", turned_scales),

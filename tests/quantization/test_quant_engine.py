@@ -115,8 +115,8 @@ def test_kernels_and_reference_give_a_layer_the_same_outputs(name: str, tiny: Pa
                 continue
             x = torch.randn(19, layer.input_size, generator=torch.Generator().manual_seed(2))
             ours, weight, held = layer(x), layer.quant_method.integers(layer), layer.packed_weight
-            theirs = reference.pack(weight.q, held.kind).scaled(weight.scale, weight.zero, weight.group_size)
-            theirs = replace(theirs, rotation=weight.rotation)
+            parts = {"zero": weight.zero, "rotation": weight.rotation, "levels": weight.levels}
+            theirs = reference.pack(weight.q, held.kind).scaled(weight.scale, group_size=weight.group_size, **parts)
             parts = {name: getattr(held, name) for name in ("activations", "input_scale", "input_offset")}
             expected = reference.linear(x, replace(theirs, bias=layer.bias, **parts))
             assert (held.input_scale > 0) == (name == "w8a8_static")

@@ -142,7 +142,7 @@ def test_feedback_lowers_the_error_of_outputs(seed: int, size: int, asymmetric: 
     plain = (
         quantize_weight_as(weight, "asymmetric", size) if asymmetric else quantize_weight(weight, 4, size, search=True)
     )
-    found = quantize_with_feedback(weight, 4, size, moments, asymmetric=asymmetric)
+    found = quantize_with_feedback(weight, 4, size, moments, form="asymmetric" if asymmetric else "")
     before, after = (
         float((x[3000:] @ (weight - values_of(each, size)).t()).square().mean()) for each in (plain, found)
     )
@@ -166,9 +166,11 @@ def test_feedback_computes_with_one_thread_and_gives_rows_their_bits_in_any_part
     monkeypatch.setattr(quantizer, "_round_with_feedback", watched)
     x, weight, before = normal(0, 300, 96), normal(1, 13, 96), torch.get_num_threads()
     moments = [x.t()[:64] @ x[:, :64], x.t()[64:] @ x[:, 64:]]
-    whole = quantize_with_feedback(weight, 4, size, moments, asymmetric=asymmetric)
+    whole = quantize_with_feedback(weight, 4, size, moments, form="asymmetric" if asymmetric else "")
     monkeypatch.setattr(quantizer, "_ROUNDED_ELEMENTS", 5 * 96)
-    parts = quantize_with_feedback(weight.t().contiguous().t(), 4, size, moments, asymmetric=asymmetric)
+    parts = quantize_with_feedback(
+        weight.t().contiguous().t(), 4, size, moments, form="asymmetric" if asymmetric else ""
+    )
     assert torch.equal(parts.q, whole.q) and torch.equal(parts.scale, whole.scale)
     assert threads == [1, 1, 1, 1] and torch.get_num_threads() == before
 
@@ -177,10 +179,10 @@ def test_feedback_computes_with_one_thread_and_gives_rows_their_bits_in_any_part
 def test_feedback_survives_channels_that_are_never_used(asymmetric: bool) -> None:
     weight, moment = normal(0, 4, 32), torch.zeros(32, 32)
     for moments in ([moment], [moment.clone().fill_diagonal_(1.0)]):
-        result = quantize_with_feedback(weight, 4, 32, moments, asymmetric=asymmetric)
+        result = quantize_with_feedback(weight, 4, 32, moments, form="asymmetric" if asymmetric else "")
         assert signal_to_noise(weight, values_of(result, 32)) > 15
     with pytest.raises(ValueError, match="NaN or infinite"):
-        quantize_with_feedback(torch.full((2, 32), math.nan), 4, 32, moments, asymmetric=asymmetric)
+        quantize_with_feedback(torch.full((2, 32), math.nan), 4, 32, moments, form="asymmetric" if asymmetric else "")
 
 
 def test_asymmetric_integers_lose_less_than_symmetric_ones_the_more_so_with_outliers() -> None:

@@ -341,7 +341,12 @@ def test_mistakes_are_told_in_a_sentence(tmp_path: Path, tmp_path_factory: pytes
         llm.save_quantized(tmp_path / "saved")
     with open_llm(load_format="dummy", quantization="w8a8") as llm, pytest.raises(LLMError, match="random weights"):
         llm.save_quantized(tmp_path / "saved")
-    mixed = {"scheme": "w4a8", "layers": {"*.down_proj": {"scheme": "w4a8", "group_size": 64}}}
+    mixed = {
+        "scheme": "w4a8",
+        "symmetric": True,
+        "rotate": False,
+        "layers": {"*.down_proj": {"scheme": "w4a8", "group_size": 64}},
+    }
     with open_llm(quantization=mixed) as llm, pytest.raises(LLMError, match=r"groups of \[32, 64\]"):
         llm.save_quantized(tmp_path / "saved", "modelslim")
     assert list(tmp_path.iterdir()) == []
