@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 def output_as_json(output: RequestOutput) -> JsonObject:
     """Everything about one prompt but the times, so that equal answers are equal text; logprobs are a list of tokens
     per position."""
+    scores = output.prompt_token_id_logprobs
     return {
         "request_id": output.request_id,
         "index": output.index,
@@ -43,6 +44,7 @@ def output_as_json(output: RequestOutput) -> JsonObject:
         "num_dropped_tokens": output.num_dropped_tokens,
         "seed": output.seed,
         "prompt_logprobs": _positions_as_json(output.prompt_logprobs),
+        **({} if scores is None else {"prompt_token_id_logprobs": scores.tolist()}),
         "params": None if output.params is None else params_as_json(output.params),
         "lora_request": None if output.lora_request is None else dataclasses.asdict(output.lora_request),
     }

@@ -349,6 +349,8 @@ class RequestOutput(Exports):
         seed: the seed of the draws, given or derived; with it the request can be replayed alone.
         prompt_logprobs: per prompt token a dict from id to `Logprob`, the prompt's own token first; None for the first
             token. None as a whole unless requested.
+        prompt_token_id_logprobs: float32 [rows, ids], the logprobs of `prompt_logprob_token_ids`; -inf for -1. Outputs
+            are compared without it.
         params: the parameters in effect, seed and max_tokens included. `print` shows the origin of each. Passed to
             `generate` with the same prompt, they give the same answer.
         metrics: when things happened, and how fast; equal answers are equal whatever it is. None: it was not run.
@@ -365,6 +367,7 @@ class RequestOutput(Exports):
     num_cached_tokens: int = 0
     seed: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
+    prompt_token_id_logprobs: np.ndarray | None = field(default=None, compare=False, kw_only=True)
     params: SamplingParams | None = None
     metrics: RequestStateStats | None = field(default=None, compare=False)
     index: int = 0

@@ -185,6 +185,9 @@ class SamplingParams:
         min_tokens: EOS and stop tokens cannot be drawn before this many tokens, and stop strings do not end the text.
         logprobs: number of top logprobs per generated token, beside the sampled token's; 0: only that one; -1: all.
         prompt_logprobs: the same per prompt token.
+        prompt_logprob_token_ids: int [rows, ids], a list of ids for each prompt token after `prompt_logprob_start` + 1
+            whose logprobs `RequestOutput.prompt_token_id_logprobs` has; -1 stands for none.
+        prompt_logprob_start: the position before the first scored prompt token; None: 0.
         logprob_token_ids: return the logprobs of these ids per generated token, instead of the top ones.
         flat_logprobs: return logprobs as `FlatLogprobs` (flat lists) instead of a list of dicts.
         detokenize: False leaves `text` empty.
@@ -225,6 +228,8 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: list[list[int]] | None = None
+    prompt_logprob_start: int | None = None
     logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
     detokenize: bool = True
@@ -274,6 +279,10 @@ class SamplingParams:
         for name in ("logprob_token_ids", "allowed_token_ids"):
             if getattr(self, name) is not None:
                 setattr(self, name, as_list(name, getattr(self, name), "a list of token ids"))
+        if self.prompt_logprob_token_ids is not None:
+            name, right = "prompt_logprob_token_ids", "a list of token ids for each scored prompt token"
+            rows = as_list(name, self.prompt_logprob_token_ids, right)
+            self.prompt_logprob_token_ids = [as_list(name, row, right) for row in rows]
         if self.logits_processors is not None:
             self.logits_processors = as_list("logits_processors", self.logits_processors, "a list of callables")
         if isinstance(self.logit_bias, Mapping):
@@ -302,13 +311,14 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), -1)
         self._validate_logprobs()
+        self._validate_prompt_logprobs()
         self._validate_stops()
         self._validate_tokens()
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         if self.skip_reading_prefix_cache is not None:
             check_flag("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
-        if self.skip_reading_prefix_cache is False and self.prompt_logprobs is not None:
+        if self.skip_reading_prefix_cache is False and self.scores_prompt:
             refuse("skip_reading_prefix_cache", False, "True or None with prompt_logprobs, which compute the prompt")
         self._validate_objects()
 
@@ -339,6 +349,19 @@ class SamplingParams:
             refuse("logprob_token_ids", ids, f"1 to {MAX_LOGPROB_TOKEN_IDS} token ids")
         if self.logprobs is not None and self.logprobs != len(ids):
             refuse("logprobs", self.logprobs, f"None or the number of logprob_token_ids ({len(ids)})")
+
+    def _validate_prompt_logprobs(self) -> None:
+        if self.prompt_logprob_token_ids is None:
+            if self.prompt_logprob_start is not None:
+                refuse("prompt_logprob_start", self.prompt_logprob_start, "None without prompt_logprob_token_ids")
+            return
+        if self.prompt_logprob_start is not None:
+            check_integer("prompt_logprob_start", self.prompt_logprob_start, 0)
+        if not any(self.prompt_logprob_token_ids):
+            refuse("prompt_logprob_token_ids", self.prompt_logprob_token_ids, "a list with at least one token id")
+        for row in self.prompt_logprob_token_ids:
+            for token in row:
+                check_integer("prompt_logprob_token_ids", token, -1)
 
     def _validate_stops(self) -> None:
         check_strings("stop", self.stop_strings)
@@ -385,8 +408,13 @@ class SamplingParams:
         return self.stop if isinstance(self.stop, list) else []
 
     @property
+    def scores_prompt(self) -> bool:
+        """True if logprobs of prompt tokens are asked for."""
+        return self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
+
+    @property
     def reads_prefix_cache(self) -> bool:
-        return not (self.prompt_logprobs is not None or self.skip_reading_prefix_cache)
+        return not (self.scores_prompt or self.skip_reading_prefix_cache)
 
     def clone(self) -> SamplingParams:
         """A validated copy that shares no list or dict with this one. Other objects in `extra_args` are shared."""

@@ -51,7 +51,6 @@ SAMPLING: dict[str, str] = {
     "max_length": "max_tokens limits what is generated, and LLM(max_model_len=...) prompt and output together",
     "num_beams": "use LLM.beam_search(prompts, BeamSearchParams(beam_width=..., max_tokens=...))",
     "num_return_sequences": "its name is n",
-    "prompt_logprob_token_ids": "prompt_logprobs=-1 returns those of every token",
     "skip_clone": "params are never changed here, so nothing has to be cloned",
     "stream_interval": "LLM.stream yields text as it comes",
     **_STRUCTURED,

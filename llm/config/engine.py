@@ -433,6 +433,7 @@ class ModelConfig:
         embedding_size: channels of a vector of `LLM.embed`, or else of hidden states.
         architectures: as config.json has them.
         pooler_config: what a pooling model makes of hidden states, from arguments and files; None: it generates.
+        sampling_defaults: what generation_config.json and `override_generation_config` say of SamplingParams' fields.
     """
 
     model: str
@@ -456,6 +457,7 @@ class ModelConfig:
     embedding_size: int = field(default=0, repr=False)
     architectures: tuple[str, ...] = field(default=(), repr=False)
     pooler_config: PoolerConfig | None = field(default=None, repr=False)
+    sampling_defaults: dict[str, object] = field(default_factory=dict, repr=False)
 
     # Read by logits processors that were written for vLLM.
     trust_remote_code = False
@@ -470,6 +472,10 @@ class ModelConfig:
 
     def get_vocab_size(self) -> int:
         return self.vocab_size
+
+    def get_diff_sampling_param(self) -> dict[str, object]:
+        """vLLM's name for `sampling_defaults`; a copy."""
+        return dict(self.sampling_defaults)
 
     def get_hidden_size(self) -> int:
         return int(self.hf_text_config.hidden_size)

@@ -201,7 +201,7 @@ class Engine:
         """Append the sampled tokens and finish the requests that have ended."""
         any_finished, now = False, monotonic()
         for request_id, prompt_logprobs in result.prompt_logprobs.items():
-            self._completions[request_id].add_prompt_logprobs(prompt_logprobs)
+            self._completions[request_id].add_prompt_logprobs(prompt_logprobs, result.prompt_scores.get(request_id, []))
         for request_id, tokens in result.sampled_token_ids.items():
             completion = self._completions[request_id]
             request = completion.request

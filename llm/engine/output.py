@@ -9,6 +9,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from llm.engine.request import Request
 from llm.engine.rows import AnyRow, RefusedRow, Row
 from llm.inputs import LoRARequest
@@ -36,6 +38,7 @@ class Completion:
         self._streaming = streaming
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._prompt_scores: list[list[float]] = []
         self._score_from = score_from
         self._stops = request.params.stop_strings
         self._text: str | None = None  # the final text, once it is known
@@ -52,14 +55,15 @@ class Completion:
 
     @property
     def keeps_logprobs(self) -> bool:
-        return self._wants_logprobs() or self.request.params.prompt_logprobs is not None
+        return self._wants_logprobs() or self.request.params.scores_prompt
 
     def add_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
         self._logprobs.extend(logprobs)
 
-    def add_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+    def add_prompt_logprobs(self, logprobs: list[TokenLogprobs], scores: list[list[float]]) -> None:
         """Append the logprobs of the next prompt tokens."""
         self._prompt_logprobs.extend(logprobs)
+        self._prompt_scores.extend(scores)
         self.request.prompt_logprobs_from += len(logprobs)
         if self.request.prompt_logprobs_from == self.request.num_prompt_tokens - 1:
             self.request.prompt_logprobs_from = self.request.num_prompt_tokens
@@ -71,6 +75,13 @@ class Completion:
             return None
         scored = self._decode_positions(self._prompt_logprobs, self._score_from)
         return self._shaped([None] * self._score_from + scored)
+
+    def prompt_scores(self) -> np.ndarray | None:
+        """float32 [rows, ids]; None where `prompt_logprob_token_ids` did not ask, or not all was computed."""
+        asked = self.request.params.prompt_logprob_token_ids
+        if asked is None or len(asked) != len(self._prompt_scores):
+            return None
+        return np.array(self._prompt_scores, dtype=np.float32)
 
     def push(self, token: int) -> None:
         """Extend the text by a token; finishes the request if a stop string is complete."""
@@ -206,6 +217,7 @@ class PromptState:
             num_cached_tokens=self.completions[0].request.num_cached_tokens or 0,
             seed=self.row.seed,
             prompt_logprobs=self.completions[0].prompt_logprobs(),
+            prompt_token_id_logprobs=self.completions[0].prompt_scores(),
             params=_plain(self.row.params),
             metrics=_metrics(self.completions[0].request),
             index=self.row.index,

@@ -256,7 +256,12 @@ class Preprocessor:
             for token in getattr(params, name) or ():
                 if token >= vocab:
                     refuse(name, token, f"below the vocabulary size {vocab}")
+        scored = params.prompt_logprob_token_ids or []
+        for token in (token for row in scored for token in row if token >= vocab):
+            refuse("prompt_logprob_token_ids", token, f"below the vocabulary size {vocab}")
         limit = self.config.max_logprobs
+        if limit != -1 and max(map(len, scored), default=0) > limit:
+            refuse("prompt_logprob_token_ids", max(map(len, scored)), f"at most max_logprobs ({limit}) ids in a row")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and limit != -1 and not 0 <= count <= limit:

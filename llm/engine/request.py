@@ -84,8 +84,9 @@ class Request:
         self.slot = self.restored_slot = 0
         self.block_hashes: list[bytes] = []
         self.num_findable_blocks = 0
-        wanted = params.prompt_logprobs is not None and sample_index == 0
-        self.prompt_logprobs_from = 0 if wanted else len(prompt_token_ids)
+        first = 0 if params.prompt_logprobs is not None else params.prompt_logprob_start or 0
+        is_scored = params.scores_prompt and sample_index == 0 and first < len(prompt_token_ids) - 1
+        self.prompt_logprobs_from = first if is_scored else len(prompt_token_ids)
         self.metrics = RequestStateStats()
         self.error: Exception | None = None
         self.finish_reason: str | None = None

@@ -91,6 +91,7 @@ class RowMaker:
         given = len(token_ids)
         token_ids = self._fitted(_kept(token_ids, params, self.config.max_model_len), params)
         _check_vocabulary(token_ids, self.config.vocab_size)
+        _check_scored(token_ids, params)
         _resolve_length(params, self.config.max_model_len - len(token_ids))
         if params.seed is None:
             origin = f"derived from the engine's seed {self.config.seed}, call {self.call}, row {index}"
@@ -109,6 +110,22 @@ class RowMaker:
         keep = max(1, limit - min(_answer_room(params, limit), limit - 1))
         head = 0 if self.on_too_long == "truncate_left" else (keep + 1) // 2
         return token_ids[:head] + token_ids[len(token_ids) - (keep - head) :]
+
+
+def _check_scored(token_ids: Sequence[int], params: SamplingParams) -> None:
+    """One list of ids for each prompt token after the start, all as long as the longest."""
+    if params.prompt_logprob_token_ids is None:
+        return
+    start, given = params.prompt_logprob_start or 0, params.prompt_logprob_token_ids
+    wanted = max(0, len(token_ids) - 1 - start)
+    if len(given) != wanted:
+        raise ValidationError(
+            f"prompt_logprob_token_ids has {len(given)} rows and must have {wanted}: one for each of the prompt's "
+            f"{len(token_ids)} tokens after the first {start + 1} (prompt_logprob_start + 1).",
+            parameter="prompt_logprob_token_ids",
+        )
+    longest = max(map(len, given))
+    params.prompt_logprob_token_ids = [[*row, *[-1] * (longest - len(row))] for row in given]
 
 
 def refuse_too_long(prompt: ParsedPrompt, tokenizer: Tokenizer, limit: int) -> ParsedPrompt:

@@ -97,6 +97,7 @@ class RunnerOutput:
             absent: they are in prefill, or ended with an error.
         logprobs: request id -> one `TokenLogprobs` per sampled token, for requests that asked.
         prompt_logprobs: request id -> one `TokenLogprobs` per prompt token that follows one computed in this step.
+        prompt_scores: request id -> the logprobs of `prompt_logprob_token_ids` at those of these tokens that have some.
         errors: request id -> why no token could be sampled after those in `sampled_token_ids`: its own processor
             raised, or no token was left. A `LogitsProcessorError` fails the call, unless all requests that it is
             reported for ended with an earlier token.
@@ -108,6 +109,7 @@ class RunnerOutput:
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_scores: dict[str, list[list[float]]] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     pooled: dict[str, np.ndarray] = field(default_factory=dict)

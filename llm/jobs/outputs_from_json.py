@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
+
 from llm import errors
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
@@ -15,6 +17,7 @@ from llm.sampling_params import SamplingParams
 
 def output_from_json(data: JsonObject, params: SamplingParams | None) -> RequestOutput:
     """The output that `output_as_json` wrote, without its metrics; `params` are the prompt's."""
+    scores = data.get("prompt_token_id_logprobs")
     return RequestOutput(
         data["request_id"],
         data["prompt"],
@@ -27,6 +30,7 @@ def output_from_json(data: JsonObject, params: SamplingParams | None) -> Request
         params,
         index=data["index"],
         num_dropped_tokens=data["num_dropped_tokens"],
+        prompt_token_id_logprobs=None if scores is None else np.array(scores, dtype=np.float32),
         lora_request=None if data.get("lora_request") is None else LoRARequest(**data["lora_request"]),
     )
 

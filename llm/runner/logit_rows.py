@@ -16,6 +16,7 @@ with all such tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -209,12 +210,36 @@ class LogitRowReader:
         tokens = batch.token_ids[rows, positions + 1].astype(np.int64)
         counts = np.array([min(batch.params[row].prompt_logprobs or 0, _MANY) for row in rows.tolist()])
         found: list[TokenLogprobs] = []
+        scores: dict[int, list[float]] = {}
         for start in range(0, len(rows), size):
-            logits = self.compute_logits(hidden[start : start + size], rows[start : start + size])
-            chosen = torch.from_numpy(tokens[start : start + size]).to(logits.device)
-            found += self.sampler.gather_logprobs(logits, chosen, counts[start : start + size], {})
+            part = slice(start, start + size)
+            logits = self.compute_logits(hidden[part], rows[part])
+            chosen = torch.from_numpy(tokens[part]).to(logits.device)
+            found += self.sampler.gather_logprobs(logits, chosen, counts[part], {})
+            asked = self._asked_of_prompts(rows[part], positions[part])
+            if asked:
+                lines = np.array(list(asked))
+                known = {index: [max(token, 0) for token in ids] for index, ids in enumerate(asked.values())}
+                gathered = self.sampler.gather_logprobs(
+                    select_lines(logits, lines), chosen[lines], np.zeros(len(lines), dtype=np.int64), known
+                )
+                for (line, ids), own in zip(asked.items(), gathered, strict=True):
+                    values = zip(ids, own.logprobs[1:], strict=True)
+                    scores[start + line] = [value if token >= 0 else -math.inf for token, value in values]
         for row, logprobs in zip(rows.tolist(), found, strict=True):
             result.prompt_logprobs.setdefault(batch.request_ids[row], []).append(logprobs)
+        for index, of_line in scores.items():
+            result.prompt_scores.setdefault(batch.request_ids[rows[index]], []).append(of_line)
+
+    def _asked_of_prompts(self, rows: np.ndarray, positions: np.ndarray) -> dict[int, list[int]]:
+        """Logit row -> its `prompt_logprob_token_ids`, as long as the longest."""
+        found = {}
+        for index, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            params = self.batch.params[row]
+            place = position - (params.prompt_logprob_start or 0)
+            if params.prompt_logprob_token_ids is not None and place >= 0:
+                found[index] = params.prompt_logprob_token_ids[place]
+        return found
 
 
 def _of_logit_rows(tensor: torch.Tensor, logit_rows: np.ndarray) -> torch.Tensor:

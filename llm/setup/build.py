@@ -32,7 +32,7 @@ from llm.setup.extensions import (
 )
 from llm.setup.memory import merged_adapter
 from llm.setup.own_texts import own_texts, refuse_pooling
-from llm.setup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons
+from llm.setup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons, with_sampling_defaults
 from llm.setup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer
 
 
@@ -74,7 +74,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         with times.phase("tokenizer"):
             tokenizer = read_tokenizer(args, model.source)
             generation = generation_defaults(args, model.source)
-            eos = eos_token_ids(model.reader, generation)
+            eos, defaults = eos_token_ids(model.reader, generation), default_params(args, generation)
         with times.phase("load kernels"):
             backend = backend_for(platform)
         with times.phase("plan"):
@@ -86,6 +86,8 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
             plan = make_plan(args, model, platform, compilation, backend, processors, head=head)
             warn_of_offload(args, plan)
             plan = replace(plan, merge_lora=merged_adapter(args, model))
+            plan = with_sampling_defaults(plan, defaults)
+            plan = with_sampling_defaults(plan, defaults)
             plan = with_reasons(plan, {"device": platform_reason, **reasons_of_update(platform, asked, args)})
             drafting = draft_args(args, plan)
             if drafting is not None:
@@ -102,7 +104,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         for source in sources:
             source.close()
     engine = Engine(loaded.applied_to(plan.config), scheduler_maker(plan), runner, tokenizer, eos)
-    return BuiltEngine(engine, plan, default_params(args, generation), times)
+    return BuiltEngine(engine, plan, defaults, times)
 
 
 def make_runner(platform: Platform) -> ModelRunner:

@@ -48,6 +48,7 @@ from llm.quantization.configs.gguf import GGUFConfig
 from llm.quantization.configs.online import OnlineConfig
 from llm.quantization.configs.requantize import RequantizeConfig
 from llm.sampling.logits_processors.interface import LogitsProcessor
+from llm.sampling_params import SamplingParams
 from llm.setup.extensions import kv_cache_specs
 from llm.setup.memory import (
     MemoryPlan,
@@ -200,6 +201,13 @@ def warn_of_offload(args: EngineArgs, plan: RunnerPlan) -> None:
 def with_reasons(plan: RunnerPlan, reasons: dict[str, str]) -> RunnerPlan:
     """The plan with further reasons in its config."""
     return replace(plan, config=replace(plan.config, reasons=plan.config.reasons | reasons))
+
+
+def with_sampling_defaults(plan: RunnerPlan, params: SamplingParams) -> RunnerPlan:
+    """The plan with what the default params say, where they do not say what `SamplingParams` does."""
+    said = {name: getattr(params, name) for name, origin in params.origins.items() if origin != "default"}
+    model_config = replace(plan.config.model_config, sampling_defaults=said)
+    return replace(plan, config=replace(plan.config, model_config=model_config))
 
 
 def _model_config(args: EngineArgs, model: ReadModel, dtypes: Dtypes, max_model_len: int, seed: int) -> ModelConfig:

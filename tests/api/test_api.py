@@ -527,6 +527,9 @@ def test_generation_config_supplies_defaults_when_no_params_are_given(tmp_path: 
     expected = SamplingParams(temperature=0.6, top_p=0.8, top_k=7, max_tokens=9)
     with open_llm(folder) as llm:
         assert llm.get_default_sampling_params() == expected
+        said = llm.llm_engine.model_config.get_diff_sampling_param()
+        assert said == {"temperature": 0.6, "top_p": 0.8, "top_k": 7, "max_tokens": 9}
+        assert SamplingParams(**said) == expected
         [output] = llm.generate(PROMPTS[0], use_tqdm=False)
         same, plain = (
             run(llm, PROMPTS[0], SamplingParams(max_tokens=9, seed=output.seed, **options))
@@ -538,6 +541,7 @@ def test_generation_config_supplies_defaults_when_no_params_are_given(tmp_path: 
         assert llm.get_default_sampling_params() == expected
     with open_llm(folder, generation_config="vllm") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
+        assert llm.model_config.get_diff_sampling_param() == {}
 
 
 # Plain data

@@ -56,6 +56,8 @@ GOOD: dict[str, list[Any]] = {
     "frequency_penalty": [-2, 0, 2.0, np.float32(0.5)],
     "repetition_penalty": [5e-324, 0.5, 1, 1.2, 1e300],
     "prompt_logprobs": [None, -1, 0, 20, True, 10**30],
+    "prompt_logprob_token_ids": [None, [[0]], [[5, -1], []], (np.array([5, 6]),), np.array([[1, 2], [3, 4]])],
+    "prompt_logprob_start": [None],
     "logprob_token_ids": [None, [0], [5, 3], (5,), np.array([5, 6]), list(range(128))],
     "structured_outputs": [None, StructuredOutputsParams(regex="a+"), StructuredOutputsParams(json={})],
     "logit_bias": [None, {}, {0: 1.0, 5: -100}, {5: -math.inf}, {np.int64(5): np.float32(1)}],
@@ -87,6 +89,8 @@ BAD: dict[str, list[Any]] = {
     "frequency_penalty": [-2.0001, 2.0001, *NOT_NUMBERS],
     "repetition_penalty": [0, -1.0, 10**400, *NOT_NUMBERS],
     "prompt_logprobs": [-2, 1.0, False, *(value for value in NOT_NUMBERS if value not in (None, True))],
+    "prompt_logprob_token_ids": [[], [[]], [1], [[-2]], [[1.0]], [["1"]], "1", 5, {1: 2}],
+    "prompt_logprob_start": [0, *(value for value in NOT_NUMBERS if value is not None)],
     "logprob_token_ids": [[], [-1], [1.0], "1", 5, {1: 2}, [True], list(range(129))],
     "structured_outputs": [{}, "json", {"regex": "a"}],
     "logit_bias": [
@@ -144,6 +148,7 @@ def test_values_out_of_range_are_refused(name: str, value: Any) -> None:
     error = refused(name, **{name: value})
     candidates = [value, *(value if isinstance(value, list) else [])]
     candidates += [*value, *value.values()] if isinstance(value, dict) else []
+    candidates += [item for row in candidates if isinstance(row, list) for item in row]
     assert any(error.value is candidate or error.value == candidate for candidate in candidates)
 
 
@@ -230,6 +235,8 @@ def everything_set() -> SamplingParams:
         frequency_penalty=0.5,
         repetition_penalty=1.5,
         prompt_logprobs=3,
+        prompt_logprob_token_ids=[[1]],
+        prompt_logprob_start=1,
         logprob_token_ids=[4, 5],
         flat_logprobs=True,
         spaces_between_special_tokens=False,

@@ -208,6 +208,17 @@ def test_as_vllm(tmp_path: Path) -> None:
                 assert output.sequences[0].orig_prompt in recorded["prompts"]
 
 
+def test_the_defaults_are_those_of_vllm() -> None:
+    """And one field more, with transformers' default."""
+    params = dict(vars(BeamSearchParams(beam_width=3, max_tokens=4)))
+    assert params.pop("early_stopping") is False
+    assert params == {
+        **{"beam_width": 3, "max_tokens": 4, "ignore_eos": False, "temperature": 0.0, "length_penalty": 1.0},
+        **{"include_stop_str_in_output": False, "structured_outputs": None, "skip_special_tokens": True},
+        **{"watermarking": None, "allowed_token_ids": None},
+    }
+
+
 @pytest.mark.parametrize(
     ("parameter", "value"),
     [

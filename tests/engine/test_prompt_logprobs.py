@@ -7,6 +7,7 @@ is the model called directly on the whole prompt.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from embedded import assert_idle, engine_of, open_llm, run
 from kernel_sets import has_kernels
 
 from llm import LLM, RequestOutput, SamplingParams, ValidationError
+from llm.jobs.outputs_from_json import output_from_json
 from llm.outputs import FlatLogprobs, Logprob
 from llm.runner import model_runner
 
@@ -221,3 +223,47 @@ def test_flat_logprobs_are_appended_to_as_vllms() -> None:
         with pytest.raises(TypeError, match="FlatLogprobs"):
             change()
     assert list(reversed(fast)) == [two, {}, one] and len(fast) == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 6}, {"max_num_seqs": 1}], ids=str)
+def test_candidates_are_scored_at_each_prompt_token(options: dict[str, Any], whole: list[RequestOutput]) -> None:
+    """As `prompt_logprobs` scores them, in chunks, beside other rows and with `prompt_logprobs` of its own."""
+    prompt, start = PROMPTS[0], 4
+    asked = [[token, 7, (token * 31) % 2000] for token in prompt[start + 1 :]]
+    asked[1] = asked[1][:1]  # padded with -1
+    asked[2][1] = -1
+    params = [
+        SamplingParams(max_tokens=3, temperature=0, prompt_logprob_token_ids=asked, prompt_logprob_start=start),
+        WANTED,
+        SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprob_token_ids=[[3]] * (len(prompt) - 1), n=2),
+        WANTED,
+    ]
+    with open_llm(block_size=4, **EXACT, **options) as llm:
+        outputs = run(llm, [prompt, PROMPTS[3], prompt, PROMPTS[1]], params)
+        table = sampled_logprobs(llm, prompt)
+    scores = outputs[0].prompt_token_id_logprobs
+    assert scores is not None and scores.dtype == np.float32 and scores.shape == (len(prompt) - 1 - start, 3)
+    for row, ids in enumerate(asked):
+        for column, token in enumerate([*ids, -1, -1][:3]):
+            expected = table[start + row, token] if token >= 0 else -np.inf
+            assert scores[row, column] == pytest.approx(expected, abs=TOLERANCE)
+    assert outputs[0].prompt_logprobs is None and outputs[1].prompt_token_id_logprobs is None
+    both = outputs[2]
+    assert both.prompt_logprobs is not None and len(both.prompt_logprobs) == len(prompt)
+    assert both.prompt_token_id_logprobs == pytest.approx(table[:, 3:4], abs=TOLERANCE)
+    check(outputs[1::2], [whole[3], whole[1]])
+    back = output_from_json(json.loads(json.dumps(outputs[0].to_dict())), None)
+    assert np.array_equal(back.prompt_token_id_logprobs, scores) and outputs[0].to_dict() != outputs[1].to_dict()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"prompt_logprob_token_ids": [[1]] * 3}, "has 3 rows and must have 1: one for each of the prompt's 2 tokens"),
+        ({"prompt_logprob_token_ids": [[1]], "prompt_logprob_start": 1}, "has 1 rows and must have 0"),
+        ({"prompt_logprob_token_ids": [[99999]]}, "prompt_logprob_token_ids must be below the vocabulary size"),
+    ],
+)
+def test_candidates_that_do_not_fit_the_prompt_are_refused(llm: LLM, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        run(llm, [PROMPTS[1]], SamplingParams(**given))

@@ -917,6 +917,7 @@ COMBINED: list[Any] = [
     {"type": "integer", "multipleOf": 127, "not": {"const": 0}},
     {"not": {"type": "number", "multipleOf": 1}},
     {"allOf": [{"const": [1]}, {"not": {"const": [True]}}]},
+    {"type": "object", "properties": {"a": {"const": 1}}, "allOf": [{"properties": {"a": {"const": True}}}]},
     {
         "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}},
         "allOf": [{"$ref": "#/$defs/a"}, {"minItems": 1}],

@@ -154,7 +154,7 @@ def remainders(numerator: int, places: int, with_points: bool) -> tuple[list[lis
                 states[state] = len(states)
                 left.append(state)
         moves.append([(bits, states[state]) for state, bits in targets.items()])
-        accepts.append(remainder == 0 and not is_start and (depth, extra) != (0, 0))
+        accepts.append(remainder == 0 and not is_start)
     return moves, accepts
 
 
