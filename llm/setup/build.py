@@ -87,7 +87,6 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
             warn_of_offload(args, plan)
             plan = replace(plan, merge_lora=merged_adapter(args, model))
             plan = with_sampling_defaults(plan, defaults)
-            plan = with_sampling_defaults(plan, defaults)
             plan = with_reasons(plan, {"device": platform_reason, **reasons_of_update(platform, asked, args)})
             drafting = draft_args(args, plan)
             if drafting is not None:

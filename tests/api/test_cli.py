@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedded import ROOT, copy_model, open_llm, python, run
+from embedded import ROOT, copy_model, open_llm, run
 
 from llm import SamplingParams, cli
 from llm.cli import main
@@ -51,12 +51,15 @@ def test_text_then_one_closing_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(closing[2]) > 0
 
 
-def test_from_an_empty_folder(tmp_path: Path) -> None:
-    result = python("-m", "llm", "generate", PROMPT, "--seed", "1", cwd=tmp_path)
-    assert result.returncode == 0
-    assert result.stdout.startswith(PROMPT)
-    assert len(result.stdout) > len(PROMPT) + 20
-    assert CLOSING.match(result.stderr)
+def test_from_an_empty_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", PROMPT, "--seed", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(PROMPT)
+    assert len(out) > len(PROMPT) + 20
+    assert CLOSING.match(err)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -312,11 +315,12 @@ def test_several_logits_processors_in_one_option(
     assert opened_with([*command, *rest], monkeypatch)["logits_processors"] == ["a:B", "c.d:E"]
 
 
-def test_a_full_disk_is_one_sentence() -> None:
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "llm", "generate", PROMPT, *SHORT]
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    assert (result.returncode, result.stderr) == (1, "error: No space left on device.\n")
+def test_a_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Closing it flushes what it holds, as Python's exit does.
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert main(["generate", PROMPT, *SHORT]) == 1
+    assert capsys.readouterr().err == "error: No space left on device.\n"
 
 
 def test_a_logits_processor_and_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,15 +235,19 @@ def test_types_that_are_not_computed_are_refused(kind: str, says: str, write: Wr
         LLM(folder, skip_tokenizer_init=True)
 
 
-def test_shards_that_disagree(write: Writer) -> None:
-    folder, _ = write(ModelSlimFolder(lambda module: "FLOAT" if "k_proj" in module else layers_are("W8A16")(module)))
-    with pytest.raises(CheckpointError, match=r"some but not all shards of model.layers.0.self_attn.qkv_proj"):
-        LLM(folder, skip_tokenizer_init=True)
+@pytest.mark.parametrize(
+    ("odd", "others", "says"),
+    [
+        ({"k_proj": "FLOAT"}, "W8A16", "some but not all shards of model.layers.0.self_attn.qkv_proj"),
+        ({"up_proj": "W8A16"}, "W8A8", "Not all shards of model.layers.0.mlp.gate_up_proj"),
+    ],
+)
+def test_shards_that_disagree(write: Writer, odd: dict[str, str], others: str, says: str) -> None:
+    def kind(module: str) -> str:
+        return next((value for name, value in odd.items() if name in module), layers_are(others)(module))
 
-
-def test_shards_of_different_types(write: Writer) -> None:
-    folder, _ = write(ModelSlimFolder(lambda module: "W8A16" if "up_proj" in module else layers_are("W8A8")(module)))
-    with pytest.raises(CheckpointError, match=r"Not all shards of model.layers.0.mlp.gate_up_proj"):
+    folder, _ = write(ModelSlimFolder(kind))
+    with pytest.raises(CheckpointError, match=says):
         LLM(folder, skip_tokenizer_init=True)
 
 
