@@ -157,17 +157,7 @@ class AsyncLLM:
         The last output has `content`, `reasoning` and `tool_calls`, of the whole reply also where `output_kind` is
         DELTA.
         """
-        options = ChatOptions(
-            chat_template,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-            tokenization_kwargs,
-            tool_parser,
-            tool_choice,
-            parallel_tool_calls,
-        )
+        options = ChatOptions.of(locals())
         prompt = ChatPrompt(messages, options)
         return self.generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
 

@@ -397,17 +397,7 @@ class LLM:
             mm_processor_kwargs=mm_processor_kwargs, chat_template_content_format=chat_template_content_format
         )
         self._open_engine()
-        options = ChatOptions(
-            chat_template,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-            tokenization_kwargs,
-            tool_parser,
-            tool_choice,
-            parallel_tool_calls,
-        )
+        options = ChatOptions.of(locals())
         default = self.get_default_sampling_params
         asked = options.conversations(self._preprocessor, messages, sampling_params, default, on_too_long)
         outputs = self.generate(
@@ -437,14 +427,7 @@ class LLM:
     ) -> list[TokensPrompt]:
         """The prompts that `chat` passes to `generate`, one per conversation; `stream` also accepts one."""
         self._open_engine()
-        options = ChatOptions(
-            chat_template,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-            tokenization_kwargs,
-        )
+        options = ChatOptions.of(locals())
         return options.prompts(self._preprocessor, messages)
 
     @known_names("LLM.stream", {**_STREAM_INSTEAD, "use_tqdm": "a stream shows no bar"})
@@ -482,17 +465,7 @@ class LLM:
         """As `stream`, for one conversation; the arguments are those of `chat`. After the last piece, `output` of what
         is returned has `content`, `reasoning` and `tool_calls`; the pieces are all that is generated."""
         self._open_engine()
-        options = ChatOptions(
-            chat_template,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template_kwargs,
-            tokenization_kwargs,
-            tool_parser,
-            tool_choice,
-            parallel_tool_calls,
-        )
+        options = ChatOptions.of(locals())
         default = self.get_default_sampling_params
         asked = options.conversations(self._preprocessor, messages, sampling_params, default)
         return ChatStream(stream_states(self, asked.prompts, asked.params, lora_request), asked.read_one)

@@ -17,6 +17,9 @@ from typing import NoReturn
 
 # Path -> {defining module: its names there, or name=name at this path}.
 PATHS: Mapping[str, Mapping[str, str]] = {
+    "llm.api": {  # not vLLM's: where this package's documents had them
+        "llm.llm": "EMBEDDED_MODEL LLM",
+    },
     "llm.attention.layers.mm_encoder_attention": {
         "llm.layers.vision": "MMEncoderAttention",
     },

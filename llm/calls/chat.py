@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from llm.base.types import JsonObject
 from llm.engine.preprocess import Preprocessor
@@ -58,6 +59,11 @@ class ChatOptions:
     tool_parser: str | None = "auto"
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool = True
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> ChatOptions:
+        """Of a method's `locals()`; those that it does not have keep their defaults."""
+        return cls(**{item.name: arguments[item.name] for item in fields(cls) if item.name in arguments})
 
     def prompts(self, preprocessor: Preprocessor, messages: object) -> list[TokensPrompt]:
         """The prompts of conversations, and nothing else of them."""

@@ -195,7 +195,7 @@ def test_script_is_vllm_but_for_its_imports(path: Path) -> None:
 
 def test_the_check_for_vllm_can_fail() -> None:
     source = """
-import llm.llm
+import llm.api
 from llm import LLM, register_model
 from llm.engine import Engine
 llm = LLM(verbose=True)
@@ -203,6 +203,6 @@ params = SamplingParams(best_of=2)
 llm.stream("x", params)
 """
     assert sorted(not_vllm(source)) == [
-        *("LLM(verbose=)", "SamplingParams(best_of=)", "llm.llm", "llm.engine.Engine", "llm.register_model"),
+        *("LLM(verbose=)", "SamplingParams(best_of=)", "llm.api", "llm.engine.Engine", "llm.register_model"),
         "llm.stream",
     ]
