@@ -20,13 +20,13 @@ C = TypeVar("C", bound=type)
 
 _BUILTIN_CONFIGS: dict[str, str] = {
     "compressed-tensors": "llm.quantization.configs.compressed_tensors:CompressedTensorsConfig",
-    "ascend": "llm.quantization.configs.modelslim:ModelSlimConfig",
-    "gguf": "llm.quantization.configs.gguf:GGUFConfig",
-    "gptq": "llm.quantization.configs.gptq:GPTQConfig",
-    "awq": "llm.quantization.configs.awq:AWQConfig",
-    "fp8": "llm.quantization.configs.fp8:Fp8Config",
-    "mxfp4": "llm.quantization.configs.mxfp4:Mxfp4Config",
-    "bitsandbytes": "llm.quantization.configs.bitsandbytes:BitsAndBytesConfig",
+    "ascend": "llm.quantization.formats.modelslim:ModelSlimConfig",
+    "gguf": "llm.quantization.formats.gguf:GGUFConfig",
+    "gptq": "llm.quantization.formats.gptq:GPTQConfig",
+    "awq": "llm.quantization.formats.gptq:AWQConfig",
+    "fp8": "llm.quantization.formats.floats:Fp8Config",
+    "mxfp4": "llm.quantization.formats.floats:Mxfp4Config",
+    "bitsandbytes": "llm.quantization.formats.bitsandbytes:BitsAndBytesConfig",
 }
 # Other names of the same formats.
 ALIASES = {"modelslim": "ascend", "gptq_marlin": "gptq", "awq_marlin": "awq"}

@@ -1,5 +1,5 @@
 """bitsandbytes checkpoints of NF4 layers, as transformers saves them: the inverse of
-`quantization/storage/bitsandbytes.py`, without double quantization.
+`quantization/formats/bitsandbytes.py`, without double quantization.
 """
 
 from __future__ import annotations

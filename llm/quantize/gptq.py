@@ -1,4 +1,4 @@
-"""GPTQ checkpoints of layers with float activations: the inverse of `quantization/configs/gptq.py`.
+"""GPTQ checkpoints of layers with float activations: the inverse of `quantization/formats/gptq.py`.
 
 Zero points are of version 2 where there are any, which stores them as they are; else of version 1, which vLLM's kernels
 expect. Scales are float16 where that is exact, else float32.

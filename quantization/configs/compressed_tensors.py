@@ -19,12 +19,12 @@ from llm.kernels.reference.rotation import check_block
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, StaticCache
 from llm.quantization.configs.compressed_args import SOURCE, QuantizationArgs, preset
 from llm.quantization.configs.reader import Fields
+from llm.quantization.formats.floats import Float4Storage, Float8Storage
 from llm.quantization.kv_cache import prepare_static_cache
 from llm.quantization.matching import agreed, columns_of, matches
 from llm.quantization.registry import get_scheme
 from llm.quantization.storage.base import WeightStorage
 from llm.quantization.storage.compressed_tensors import CompressedTensorsStorage
-from llm.quantization.storage.floats import Float4Storage, Float8Storage
 from llm.quantization.unquantized import left_alone
 
 _WHERE = f"{SOURCE}: quantization_config"

@@ -23,7 +23,7 @@ from llm import SamplingParams
 from llm.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
 from llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from llm.layers.parallel import TensorParallel
-from llm.quantization.configs.fp8 import Fp8Config
+from llm.quantization.formats.floats import Fp8Config
 from llm.quantization.quantizer import quantize_weight_as
 from llm.quantization.tables import doubled_fp4
 from llm.quantization.unquantized import UnquantizedLinearMethod

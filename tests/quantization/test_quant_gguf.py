@@ -22,8 +22,8 @@ from llm import LLM, SamplingParams
 from llm.errors import LLMError, ValidationError
 from llm.kernels.reference.gguf_blocks import BLOCKS, decode
 from llm.loading.gguf.tokenizer import tokenizer_metadata
+from llm.quantization.formats.gguf import pack_blocks, type_of
 from llm.quantization.quantizer import IntegerWeight, quantize_weight_as
-from llm.quantization.storage.gguf_pack import pack_blocks, type_of
 from llm.tokenizer import Tokenizer
 from llm.tokenizer_backends import TokenizerDefinition
 

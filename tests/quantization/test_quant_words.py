@@ -20,7 +20,7 @@ from tiny_models import TinyModel, make_prompts, one_thread, reference_logprobs,
 from llm import LLM, SamplingParams
 from llm.errors import CheckpointError, LLMError
 from llm.layers.linear import ColumnParallelLinear
-from llm.quantization.configs.gptq import GPTQConfig
+from llm.quantization.formats.gptq import GPTQConfig
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
 ROW = TinyModel("LlamaConfig", {**SIZES, "vocab_size": 256}, lengths=(5, 23))

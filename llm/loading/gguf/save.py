@@ -25,7 +25,7 @@ from llm.loading.source import FolderSource
 from llm.loading.weight_map import rename
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig, LatentAttentionConfig
-from llm.quantization.storage.gguf_pack import pack_blocks, type_of
+from llm.quantization.formats.gguf import pack_blocks, type_of
 from llm.quantize.formats import StoredLayer
 from llm.tokenizer import Tokenizer
 
