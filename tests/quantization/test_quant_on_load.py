@@ -151,6 +151,27 @@ def test_feedback_lowers_the_error_of_outputs(seed: int, size: int, asymmetric: 
     assert found.noise == pytest.approx(error, rel=1e-3) and found.signal == pytest.approx(float(weight.square().sum()))
 
 
+@pytest.mark.parametrize("size", [32, 128])
+def test_feedback_lowers_the_error_of_outputs_on_two_levels_of_scales(size: int) -> None:
+    """The weight is rotated, and so are the inputs that count errors. Levels of other rows lose all: the control."""
+    x = normal(1, 4000, 16) @ normal(0, 16, 128) + 0.3 * normal(3, 4000, 128)
+    weight = normal(2, 24, 128)
+    moments = [x[:3000].t() @ x[:3000] / 3000]
+    found = quantize_with_feedback(weight, 4, size, moments, form="two_levels", rotation=64)
+    plain = quantize_weight_as(weight, "two_levels", size, rotation=64)
+
+    def error(each: quantizer.Quantized, levels: torch.Tensor | None) -> float:
+        stands_for = IntegerWeight(each.q, each.scale, size, 4, rotation=64, levels=levels).dequantize()
+        return float((x[3000:] @ (weight - stands_for).t()).square().mean())
+
+    assert found.minimum is not None and found.minimum.dtype == torch.uint8
+    assert error(found, found.minimum) < 0.5 * error(plain, plain.minimum)
+    assert error(found, found.minimum.roll(1, dims=0)) > 5 * error(found, found.minimum)
+    values = IntegerWeight(found.q, found.scale, size, 4, levels=found.minimum).as_eight_bits()
+    noise = float((rotate(weight, 64) - values.q * values.scale).square().sum())
+    assert found.noise == pytest.approx(noise, rel=1e-3)
+
+
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize("size", [32, 24])  # 24: groups reach over the end of a run
 def test_feedback_computes_with_one_thread_and_gives_rows_their_bits_in_any_parts(
@@ -603,11 +624,13 @@ def test_queries_keys_and_values_stored_by_key_head_are_in_the_layers_order(
     assert signal_to_noise(expected, found) > 30 > signal_to_noise(expected, found[rows])
 
 
-@pytest.mark.parametrize("kind", ["scales", "groups", "zero points", "minima", "table", "int8 minima"])
+@pytest.mark.parametrize(
+    "kind", ["scales", "groups", "zero points", "minima", "table", "int8 minima", "rotated", "two levels"]
+)
 def test_a_quantized_weight_is_read_back_by_the_kernels_bit_for_bit(kind: str) -> None:
     """What is quantized again: from the same values as by the definition."""
     torch.manual_seed(1)
-    bits, size = (8, 96) if kind == "scales" else (8, 16) if kind == "int8 minima" else (4, 32)
+    bits, size = (8, 96) if kind in ("scales", "rotated") else (8, 16) if kind == "int8 minima" else (4, 32)
     q = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (33, 96), dtype=torch.int8)
     if kind == "int8 minima":
         q = q // 16
@@ -619,6 +642,11 @@ def test_a_quantized_weight_is_read_back_by_the_kernels_bit_for_bit(kind: str) -
         weight.minimum = torch.randn(33, groups)
     if kind == "table":
         weight.table = torch.randn(16)
+    if kind in ("rotated", "two levels"):
+        weight.rotation = 32
+    if kind == "two levels":
+        weight.levels = torch.randint(1, 16, (33, groups), dtype=torch.uint8) + 16 * 7
+        weight.scale = torch.rand(33, 1)
     with constructing_for(current_platform):
         storage = QuantizeOnLoad(8, 96)
     expected = weight.dequantize()
