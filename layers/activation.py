@@ -18,7 +18,7 @@ from llm.kernels.reference import activation as reference
 from llm.layers.kernel_op import KernelOp
 
 
-def check_approximate(approximate: str) -> str:
+def _check_approximate(approximate: str) -> str:
     if approximate not in ("none", "tanh"):
         raise ValidationError(
             f"approximate={approximate!r} is no form of gelu; use 'none' or 'tanh'.",
@@ -43,7 +43,7 @@ class GeluAndMul(KernelOp):
 
     def __init__(self, approximate: str = "none", *, enforce_enable: bool = False) -> None:
         super().__init__(enforce_enable=enforce_enable)
-        self.approximate = check_approximate(approximate)
+        self.approximate = _check_approximate(approximate)
 
     def compute(self, ops: Operations, x: torch.Tensor) -> torch.Tensor:
         return ops.gelu_and_mul(x, self.approximate)
@@ -123,7 +123,7 @@ class GeluAndMulSparse(KernelOp):
                 parameter="activation_sparsity",
                 value=activation_sparsity,
             )
-        self.approximate = check_approximate(approximate)
+        self.approximate = _check_approximate(approximate)
         self.std_multiplier = NormalDist().inv_cdf(activation_sparsity)
 
     def compute(self, ops: Operations, x: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ class DeltaHeads:
         return self.heads * self.value_size
 
 
-def head_parameter(count: int, tp: TensorParallel) -> nn.Parameter:
+def _head_parameter(count: int, tp: TensorParallel) -> nn.Parameter:
     """float32 [count / ranks], of a tensor with `count` numbers in any shape."""
     own = tp.share("heads", count)
 
@@ -108,8 +108,8 @@ class GatedDeltaNetAttention(DecayingLayer):
         self.conv1d = CausalConv1d(
             [heads.keys, heads.keys, heads.values], kernel_size, activation="silu", params_dtype=params_dtype, tp=tp
         )
-        self.A_log = head_parameter(heads.heads, tp)
-        self.dt_bias = head_parameter(heads.heads * (heads.key_size if self.decay_per_channel else 1), tp)
+        self.A_log = _head_parameter(heads.heads, tp)
+        self.dt_bias = _head_parameter(heads.heads * (heads.key_size if self.decay_per_channel else 1), tp)
         norm = RMSNormGated(heads.value_size, eps, norm_before_gate=True, dtype=params_dtype, activation=activation)
         self.add_module(self.norm_name, norm)
         out = RowParallelLinear(heads.values, hidden_size, False, prefix=f"{prefix}.{self.out_name}", **self._types)

@@ -26,7 +26,7 @@ from llm.quantization.base import QuantizationConfig
 from llm.quantization.unquantized import new_parameter
 
 
-def float32_parameter(*shape: int) -> nn.Parameter:
+def _float32_parameter(*shape: int) -> nn.Parameter:
     """A parameter that the checkpoint fills; what a recurrence is made of keeps its precision."""
     return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
 
@@ -207,8 +207,8 @@ class MambaMixer(MambaBase, DecayingLayer):
         )
         self.x_proj = linear("x_proj", intermediate_size, sum(self.sizes), False)
         self.dt_proj = linear("dt_proj", time_step_rank, intermediate_size, True)
-        self.A_log = float32_parameter(intermediate_size, ssm_state_size)
-        self.D = float32_parameter(intermediate_size)
+        self.A_log = _float32_parameter(intermediate_size, ssm_state_size)
+        self.D = _float32_parameter(intermediate_size)
         self.out_proj = linear("out_proj", intermediate_size, hidden_size, use_bias)
         self.dt_layernorm, self.b_layernorm, self.c_layernorm = (norm(size) for size in self.sizes)
         self._ops = backend_of_construction().ops
@@ -292,7 +292,7 @@ class MambaMixer2(MambaBase, DecayingLayer):
         self.conv1d = CausalConv1d(
             [sum(self.conv_sizes)], conv_kernel_size, bias=use_conv_bias, activation="silu", params_dtype=torch.float32
         )
-        self.A_log, self.D, self.dt_bias = (float32_parameter(num_heads) for _ in range(3))
+        self.A_log, self.D, self.dt_bias = (_float32_parameter(num_heads) for _ in range(3))
         self.norm = Mixer2RMSNormGated(
             intermediate_size, n_groups, use_rms_norm, rms_norm_eps, params_dtype, norm_before_gate=norm_before_gate
         )
@@ -388,7 +388,7 @@ class Plamo2MambaMixer(MambaBase, DecayingLayer):
             RMSNorm(size, rms_norm_eps, dtype=params_dtype) for size in self.sizes
         )
         self.dt_proj = linear("dt_proj", time_step_rank, num_heads)
-        self.A_log, self.D, self.dt_bias = (float32_parameter(num_heads) for _ in range(3))
+        self.A_log, self.D, self.dt_bias = (_float32_parameter(num_heads) for _ in range(3))
         self.gate = Mixer2RMSNormGated(width, 1, use_rms_norm=False)
         self.out_proj = linear("out_proj", width, hidden_size)
         self._ops = backend_of_construction().ops

@@ -168,7 +168,7 @@ class LayerNorm1P(LayerNorm):
         return self.weight.float() + 1.0, self.bias.float()
 
 
-def check_divides(parameter: str, groups: int, size: int) -> None:
+def _check_divides(parameter: str, groups: int, size: int) -> None:
     if groups < 1 or size % groups:
         raise ValidationError(
             f"{parameter}={groups} does not divide the {size} channels.", parameter=parameter, value=groups
@@ -202,7 +202,7 @@ class Mixer2RMSNormGated(KernelOp):
         enforce_enable: bool = False,
     ) -> None:
         super().__init__(enforce_enable=enforce_enable)
-        check_divides("full_n_groups", full_n_groups, full_hidden_size)
+        _check_divides("full_n_groups", full_n_groups, full_hidden_size)
         self.n_groups = full_n_groups
         self.variance_epsilon = eps
         self.norm_before_gate = norm_before_gate
@@ -245,7 +245,7 @@ class RMSNormGated(KernelOp):
         enforce_enable: bool = False,
     ) -> None:
         super().__init__(enforce_enable=enforce_enable)
-        check_divides("group_size", hidden_size if group_size is None else group_size, hidden_size)
+        _check_divides("group_size", hidden_size if group_size is None else group_size, hidden_size)
         if activation not in _GATES:
             raise ValidationError(
                 f"activation={activation!r} is no gate of RMSNormGated; use {', '.join(map(repr, _GATES))}.",

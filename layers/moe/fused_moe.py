@@ -244,11 +244,11 @@ class FusedMoE(CustomOp):
         """The weights of `placed_experts` for one call; None: the experts must be called one by one."""
         if self._has_replaced or self._is_watched():
             return None
-        gate_up = weights_of(self._placed, FIRST_LAYER[self.activation not in UNGATED], True)
-        down = weights_of(self._placed, "down_proj", self.tp.rank == 0)
+        gate_up = _weights_of(self._placed, FIRST_LAYER[self.activation not in UNGATED], True)
+        down = _weights_of(self._placed, "down_proj", self.tp.rank == 0)
         known = self._weights
         if known is None or known.gate_up != gate_up or known.down != down:
-            known = self._weights = together(gate_up, down)
+            known = self._weights = _together(gate_up, down)
         return known
 
     def of_tokens(self) -> OfTokens | None:
@@ -363,7 +363,7 @@ class Expert(Patchable):
         return self.down_proj(self._act_fn[0](getattr(self, self._first)(x)))
 
 
-def weights_of(experts: Sequence[Expert], name: str, adds_bias: bool) -> tuple[Weight | None, ...]:
+def _weights_of(experts: Sequence[Expert], name: str, adds_bias: bool) -> tuple[Weight | None, ...]:
     """What the experts' layers of this name multiply with.
 
     Asked of thousands of layers in a step: `_modules` is read where `getattr` takes four times as long.
@@ -380,7 +380,7 @@ def _weight_of(layer: LinearBase, adds_bias: bool) -> Weight | None:
     return weight if weight.bias is bias else cast(PackedLinearMethod, method).weight_with(layer, bias)
 
 
-def together(gate_up: Sequence[Weight | None], down: Sequence[Weight | None]) -> ExpertWeights | None:
+def _together(gate_up: Sequence[Weight | None], down: Sequence[Weight | None]) -> ExpertWeights | None:
     """None where only the layers' methods know some of them. Patterns may quantize some in another way than others."""
     first, last = tuple(filter(None, gate_up)), tuple(filter(None, down))
     return ExpertWeights(first, last) if len(first) == len(gate_up) and len(last) == len(down) else None

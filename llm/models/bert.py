@@ -27,7 +27,7 @@ _OLD = (
     "output_past gradient_checkpointing"
 ).split()
 
-TANH = ClassifierConfig("tanh")
+_TANH = ClassifierConfig("tanh")
 
 
 class BertModel(EncoderModel):
@@ -45,11 +45,11 @@ class BertModel(EncoderModel):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> EncoderConfig:
-        return read_bert(reader, d.LearnedPositions(reader.positive("max_position_embeddings", 512)))
+        return _read_bert(reader, d.LearnedPositions(reader.positive("max_position_embeddings", 512)))
 
 
-def read_bert(
-    reader: d.ConfigReader, positions: d.LearnedPositions, classifier: ClassifierConfig = TANH
+def _read_bert(
+    reader: d.ConfigReader, positions: d.LearnedPositions, classifier: ClassifierConfig = _TANH
 ) -> EncoderConfig:
     """The config of BERT and of what differs from it in positions and classifier alone."""
     hidden, count = reader.positive("hidden_size"), reader.positive("num_attention_heads")
@@ -90,7 +90,7 @@ class RobertaModel(BertModel):
         rows, first = reader.positive("max_position_embeddings", 514), reader.integer("pad_token_id", 1) + 1
         if not 0 < first < rows:
             raise reader.error("pad_token_id", first - 1, "a row of the table of positions")
-        return read_bert(reader, d.LearnedPositions(rows, first))
+        return _read_bert(reader, d.LearnedPositions(rows, first))
 
 
 _DISTILBERT_LAYER = {
@@ -125,7 +125,7 @@ class DistilBertModel(BertModel):
         raw = {_DISTILBERT_KEYS.get(key, key): value for key, value in reader.raw.items() if key not in _WITHOUT_EFFECT}
         rows = reader.positive("max_position_embeddings", 512)
         raw.pop("max_position_embeddings", None)
-        config = read_bert(
+        config = _read_bert(
             d.ConfigReader({**raw, "type_vocab_size": 2}), d.LearnedPositions(rows), ClassifierConfig("relu")
         )
         return replace(config, token_types=0)

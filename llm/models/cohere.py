@@ -12,16 +12,14 @@ class CohereForCausalLM(d.DecoderForCausalLM):
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         reader.expect("use_qk_norm", False)  # command-r-plus alone: a norm for each head
         rope = reader.rope(500_000.0)
-        return cohere_decoder(reader, rope, [cohere_attention(reader, rope)] * reader.positive("num_hidden_layers"))
+        return _decoder(reader, rope, [_attention(reader, rope)] * reader.positive("num_hidden_layers"))
 
 
-def cohere_attention(reader: d.ConfigReader, rope: d.RopeParameters) -> d.AttentionConfig:
+def _attention(reader: d.ConfigReader, rope: d.RopeParameters) -> d.AttentionConfig:
     return d.read_attention(reader, rope, rope_interleaved=True)
 
 
-def cohere_decoder(
-    reader: d.ConfigReader, rope: d.RopeParameters, attention: list[d.AttentionConfig]
-) -> d.DecoderConfig:
+def _decoder(reader: d.ConfigReader, rope: d.RopeParameters, attention: list[d.AttentionConfig]) -> d.DecoderConfig:
     """All that is around the attention layers of Command R, R7B and A."""
     norm = d.read_layer_norm(reader, has_bias=False)
     mlp = d.read_gated_mlp(reader)
@@ -43,9 +41,9 @@ class Cohere2ForCausalLM(d.DecoderForCausalLM):
         pattern = reader.positive("sliding_window_pattern", reader.positive("_sliding_window_pattern", 4))
         _expect_older_keys(reader, pattern)
         rope = reader.rope()
-        attention, windows = cohere_attention(reader, rope), d.windows_by_pattern(reader, 4096, pattern)
+        attention, windows = _attention(reader, rope), d.windows_by_pattern(reader, 4096, pattern)
         parts = [replace(attention, sliding_window=size, rope=rope if size else None) for size in windows]
-        return cohere_decoder(reader, rope, parts)
+        return _decoder(reader, rope, parts)
 
 
 def _expect_older_keys(reader: d.ConfigReader, pattern: int) -> None:

@@ -17,11 +17,11 @@ class Exaone4ForCausalLM(d.DecoderForCausalLM):
             attention = d.AttentionConfig(heads, rope if rotates else None, size, qk_norm=norm)
             return d.LayerConfig(attention=attention, mlp=mlp, norms=d.PostNorms(norm))
 
-        layers = [layer(size) for size in exaone_windows(reader, window)]
+        layers = [layer(size) for size in _windows(reader, window)]
         return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, rope))
 
 
-def exaone_windows(reader: d.ConfigReader, window: int | None) -> list[int | None]:
+def _windows(reader: d.ConfigReader, window: int | None) -> list[int | None]:
     """`sliding_window_pattern` is a number n, every nth layer sees all, or "LLLG", letters for local and global."""
     count, given = reader.positive("num_hidden_layers"), reader.raw.get("sliding_window_pattern", 4)
     if isinstance(given, str):
@@ -74,5 +74,5 @@ class ExaoneMoeForCausalLM(d.DecoderForCausalLM):
             return d.LayerConfig(attention=attention, mlp=sparse if is_sparse else dense, norms=d.PreNorms(norm))
 
         kinds = d.layers_with_experts(reader, reader.count("first_k_dense_replace", 1))
-        layers = map(layer, exaone_windows(reader, window), kinds)
+        layers = map(layer, _windows(reader, window), kinds)
         return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, rope))

@@ -38,8 +38,8 @@ class Gemma2ForCausalLM(d.DecoderForCausalLM):
         windows = d.layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)])
         reader.expect("use_bidirectional_attention", False)
         soft_cap = reader.optional_number("attn_logit_softcapping", 50.0)
-        attention = replace(gemma_attention(reader), rope=reader.rope(), soft_cap=soft_cap)
-        config = gemma_decoder(
+        attention = replace(_attention(reader), rope=reader.rope(), soft_cap=soft_cap)
+        config = _decoder(
             reader,
             [replace(attention, sliding_window=size) for size in windows],
             positions=reader.positive("max_position_embeddings", 8192),
@@ -49,13 +49,13 @@ class Gemma2ForCausalLM(d.DecoderForCausalLM):
         return config
 
 
-def gemma_attention(reader: d.ConfigReader) -> d.AttentionConfig:
+def _attention(reader: d.ConfigReader) -> d.AttentionConfig:
     """The attention config that Gemma 2 and 3 have in common."""
     heads = d.read_heads(reader, default_kv_heads=4, default_size=256)
     return d.read_attention(reader, None, heads, scale=reader.positive_number("query_pre_attn_scalar", 256) ** -0.5)
 
 
-def gemma_decoder(
+def _decoder(
     reader: d.ConfigReader, attention: list[d.AttentionConfig], *, positions: int, logits_soft_cap: float | None
 ) -> d.DecoderConfig:
     """The decoder around the attention layers."""
@@ -112,8 +112,8 @@ class Gemma3ForCausalLM(d.DecoderForCausalLM):
         windows = d.layer_windows(reader, count, window, [(index + 1) % pattern != 0 for index in range(count)])
         soft_cap = reader.optional_number("attn_logit_softcapping")
         qk_norm = d.read_rms_norm(reader, kind=d.GemmaRMSNorm)
-        attention = replace(gemma_attention(reader), qk_norm=qk_norm, soft_cap=soft_cap, causal=causal)
-        config = gemma_decoder(
+        attention = replace(_attention(reader), qk_norm=qk_norm, soft_cap=soft_cap, causal=causal)
+        config = _decoder(
             reader,
             [replace(attention, sliding_window=size, rope=full if size is None else sliding) for size in windows],
             positions=reader.positive("max_position_embeddings", 131072),

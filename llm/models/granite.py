@@ -11,10 +11,10 @@ class GraniteForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        return granite_decoder(reader, d.read_gated_mlp(reader, bias=reader.boolean("mlp_bias", False)))
+        return _decoder(reader, d.read_gated_mlp(reader, bias=reader.boolean("mlp_bias", False)))
 
 
-def granite_decoder(reader: d.ConfigReader, mlp: d.PartConfig) -> d.DecoderConfig:
+def _decoder(reader: d.ConfigReader, mlp: d.PartConfig) -> d.DecoderConfig:
     """Granite's decoder around any feed-forward part."""
     norm = d.read_rms_norm(reader)
     return d.uniform_decoder(
@@ -52,7 +52,7 @@ class GraniteMoeForCausalLM(d.DecoderForCausalLM):
             reader.positive("intermediate_size"),
             reader.string("hidden_act", "silu"),
         )
-        return granite_decoder(reader, mlp)
+        return _decoder(reader, mlp)
 
 
 class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
@@ -117,4 +117,4 @@ class GraniteMoeSharedForCausalLM(GraniteMoeHybridForCausalLM):
             reader.string("hidden_act", "silu"),
             shared_size=reader.count("shared_intermediate_size", 0) or None,
         )
-        return granite_decoder(reader, mlp)
+        return _decoder(reader, mlp)

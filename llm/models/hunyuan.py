@@ -20,18 +20,18 @@ class HunYuanDenseV1ForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        expect_older_keys(reader)
+        _expect_older_keys(reader)
         reader.expect("num_experts", 1)
         norm = d.read_rms_norm(reader, 1e-5)
-        return d.uniform_decoder(reader, hunyuan_attention(reader, norm), norm)
+        return d.uniform_decoder(reader, _attention(reader, norm), norm)
 
 
-def hunyuan_attention(reader: d.ConfigReader, norm: d.NormConfig) -> d.AttentionConfig:
+def _attention(reader: d.ConfigReader, norm: d.NormConfig) -> d.AttentionConfig:
     heads = d.read_heads(reader)
-    return d.read_attention(reader, read_rope(reader, heads.size), heads, qk_norm=norm, qk_norm_after_rope=True)
+    return d.read_attention(reader, _read_rope(reader, heads.size), heads, qk_norm=norm, qk_norm_after_rope=True)
 
 
-def expect_older_keys(reader: d.ConfigReader) -> None:
+def _expect_older_keys(reader: d.ConfigReader) -> None:
     """Of the published files, at the values that change nothing; the rest is about other models of the same code."""
     for key in ("use_qk_norm", "use_rotary_pos_emb"):
         reader.expect(key, True)
@@ -43,7 +43,7 @@ def expect_older_keys(reader: d.ConfigReader) -> None:
         reader.expect(key, reader.raw.get(key))
 
 
-def read_rope(reader: d.ConfigReader, size: int) -> d.RopeParameters:
+def _read_rope(reader: d.ConfigReader, size: int) -> d.RopeParameters:
     """`alpha` beside rope_type "dynamic" stretches the base, whatever the length; the other keys are then unused."""
     given = reader.raw.get("rope_parameters", reader.raw.get("rope_scaling", {}))
     alpha = given.get("alpha") if isinstance(given, dict) else None
@@ -72,7 +72,7 @@ class HunYuanMoEV1ForCausalLM(d.DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         d.ignore_training(reader)
-        expect_older_keys(reader)
+        _expect_older_keys(reader)
         reader.expect("use_mixed_mlp_moe", True)
         reader.expect("moe_layer_num_skipped", 0)
         reader.expect("norm_topk_prob", True)
@@ -87,7 +87,7 @@ class HunYuanMoEV1ForCausalLM(d.DecoderForCausalLM):
             reader.string("hidden_act", "silu"),
             shared_size=inner * _one_for_all(reader, "num_shared_expert", 1),
         )
-        return d.uniform_decoder(reader, hunyuan_attention(reader, norm), norm, mlp=mlp)
+        return d.uniform_decoder(reader, _attention(reader, norm), norm, mlp=mlp)
 
 
 def _one_for_all(reader: d.ConfigReader, key: str, default: int) -> int:

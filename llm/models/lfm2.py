@@ -28,12 +28,10 @@ class Lfm2ForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        return lfm2_decoder(
-            reader, [d.GatedMLPConfig(_inner_size(reader), "silu")] * reader.positive("num_hidden_layers")
-        )
+        return _decoder(reader, [d.GatedMLPConfig(_inner_size(reader), "silu")] * reader.positive("num_hidden_layers"))
 
 
-def lfm2_decoder(reader: d.ConfigReader, mlps: list[d.PartConfig]) -> d.DecoderConfig:
+def _decoder(reader: d.ConfigReader, mlps: list[d.PartConfig]) -> d.DecoderConfig:
     """A decoder with these feed-forwards, one per layer."""
     for key in _NEVER_READ:
         reader.expect(key, reader.raw.get(key))
@@ -100,4 +98,4 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         )
         first = reader.count("num_dense_layers", 2)
         count = reader.positive("num_hidden_layers")
-        return lfm2_decoder(reader, [dense if index < first else sparse for index in range(count)])
+        return _decoder(reader, [dense if index < first else sparse for index in range(count)])

@@ -27,10 +27,10 @@ class MambaForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        return mamba_decoder(reader, read_mamba(reader))
+        return mamba_decoder(reader, _read_mamba(reader))
 
 
-def read_mamba(reader: d.ConfigReader, norm_eps: float | None = None) -> d.MambaConfig:
+def _read_mamba(reader: d.ConfigReader, norm_eps: float | None = None) -> d.MambaConfig:
     """`norm_eps`: as in `MambaConfig`, of norms without a weight."""
     d.read_activation(reader)
     hidden = reader.positive("hidden_size")
@@ -73,7 +73,7 @@ class FalconMambaForCausalLM(MambaForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        return mamba_decoder(reader, read_mamba(reader, reader.positive_number("mixer_rms_eps", 1e-6)))
+        return mamba_decoder(reader, _read_mamba(reader, reader.positive_number("mixer_rms_eps", 1e-6)))
 
 
 class Mamba2ForCausalLM(MambaForCausalLM):

@@ -5,7 +5,7 @@ from typing import ClassVar
 from llm.models import decoder as d
 from llm.models.text_part import TextPart, in_text_part, read_text_part
 
-SHARED_EXPERT_OF_MTP = (("mtp.layers.*.mlp.shared_expert", "mtp.layers.*.mlp.shared_experts.0"),)
+_SHARED_EXPERT_OF_MTP = (("mtp.layers.*.mlp.shared_expert", "mtp.layers.*.mlp.shared_experts.0"),)
 
 
 class Qwen3NextForCausalLM(d.DecoderForCausalLM):
@@ -14,7 +14,7 @@ class Qwen3NextForCausalLM(d.DecoderForCausalLM):
     renames = (
         ("model.layers.*.linear_attn", "model.layers.*.self_attn"),
         ("model.layers.*.mlp.shared_expert", "model.layers.*.mlp.shared_experts.0"),
-        *SHARED_EXPERT_OF_MTP,
+        *_SHARED_EXPERT_OF_MTP,
     )
 
     @staticmethod
@@ -25,7 +25,7 @@ class Qwen3NextForCausalLM(d.DecoderForCausalLM):
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         dense = d.GatedMLPConfig(reader.positive("intermediate_size", 5632), reader.string("hidden_act", "silu"))
         sparse = _experts(reader)
-        return qwen_hybrid(
+        return _qwen_hybrid(
             reader, "qwen_next", [sparse if is_sparse else dense for is_sparse in d.sparse_layers(reader)]
         )
 
@@ -49,7 +49,7 @@ def predicts_second_token(name: str) -> bool:
     return name.startswith("mtp.")
 
 
-def qwen_hybrid(reader: d.ConfigReader, kind: str, mlps: list[d.PartConfig], kv_heads: int = 2) -> d.DecoderConfig:
+def _qwen_hybrid(reader: d.ConfigReader, kind: str, mlps: list[d.PartConfig], kv_heads: int = 2) -> d.DecoderConfig:
     """A decoder with these feed-forwards, one per layer; `kind` of `GatedDeltaConfig`."""
     # config.json of a published model names the type of the state, and what transformers fixes.
     reader.expect("mamba_ssm_dtype", "float32")
@@ -94,15 +94,15 @@ class Qwen3_5ForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        ignore_second_token(reader)
+        _ignore_second_token(reader)
         reader.expect("mlp_only_layers", [])
         mlp: d.PartConfig = d.GatedMLPConfig(
             reader.positive("intermediate_size", 12288), reader.string("hidden_act", "silu")
         )
-        return qwen_hybrid(reader, "qwen", [mlp] * reader.positive("num_hidden_layers"), 4)
+        return _qwen_hybrid(reader, "qwen", [mlp] * reader.positive("num_hidden_layers"), 4)
 
 
-def ignore_second_token(reader: d.ConfigReader) -> None:
+def _ignore_second_token(reader: d.ConfigReader) -> None:
     """Keys of the layer that predicts a second token."""
     for key in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
         reader.expect(key, reader.raw.get(key))
@@ -114,18 +114,18 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
     renames: ClassVar[d.Renames] = (
         *Qwen3_5ForCausalLM.renames,
         ("model.layers.*.mlp.shared_expert", "model.layers.*.mlp.shared_experts.0"),
-        *SHARED_EXPERT_OF_MTP,
+        *_SHARED_EXPERT_OF_MTP,
     )
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        ignore_second_token(reader)
+        _ignore_second_token(reader)
         reader.expect("mlp_only_layers", [])
         mlp: d.PartConfig = _experts(reader, 256, 8)
-        return qwen_hybrid(reader, "qwen", [mlp] * reader.positive("num_hidden_layers"))
+        return _qwen_hybrid(reader, "qwen", [mlp] * reader.positive("num_hidden_layers"))
 
 
-IMAGES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_IMAGES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 class Qwen3_5ForConditionalGeneration(TextPart, Qwen3_5ForCausalLM):
@@ -135,18 +135,18 @@ class Qwen3_5ForConditionalGeneration(TextPart, Qwen3_5ForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        return read_text_part(reader, Qwen3_5ForCausalLM, {}, IMAGES)
+        return read_text_part(reader, Qwen3_5ForCausalLM, {}, _IMAGES)
 
 
 class Qwen3_5MoeForConditionalGeneration(TextPart, Qwen3_5MoeForCausalLM):
     """Qwen 3.5 with experts: its language model."""
 
     renames = (
-        *SHARED_EXPERT_OF_MTP,
+        *_SHARED_EXPERT_OF_MTP,
         *in_text_part(Qwen3_5MoeForCausalLM.renames),
         *TextPart.renames,
     )
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        return read_text_part(reader, Qwen3_5MoeForCausalLM, {}, IMAGES)
+        return read_text_part(reader, Qwen3_5MoeForCausalLM, {}, _IMAGES)

@@ -52,14 +52,14 @@ def read_text_part(
     """
     outside = {key: reader.raw[key] for key in ("tie_word_embeddings",) if key in reader.raw}
     text = {**defaults, **outside, **reader.nested("text_config")}
-    config = family.read_config(ConfigReader(with_one_position(text), "config.json, text_config"))
+    config = family.read_config(ConfigReader(_with_one_position(text), "config.json, text_config"))
     for key in (*outside, *others, "vision_config"):
         reader.expect(key, reader.raw.get(key))
     reader.finish()
     return config
 
 
-def with_one_position(raw: Mapping[str, object]) -> dict[str, object]:
+def _with_one_position(raw: Mapping[str, object]) -> dict[str, object]:
     """The three positions of multimodal ropes (temporal, vertical, horizontal) are one for text: an ordinary rope."""
     found = dict(raw)
     for key in ("rope_parameters", "rope_scaling"):

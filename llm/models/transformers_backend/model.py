@@ -51,7 +51,7 @@ class TransformersForCausalLM(Patchable):
 
     @classmethod
     def read_config(cls, reader: ConfigReader) -> TransformersArchitecture:
-        return read_architecture(reader)
+        return _read_architecture(reader)
 
     @classmethod
     def kv_cache_specs(
@@ -148,7 +148,7 @@ def known_to_transformers(model_type: str) -> str | None:
     return found if isinstance(found, str | None) else found[0]
 
 
-def read_architecture(reader: ConfigReader) -> TransformersArchitecture:
+def _read_architecture(reader: ConfigReader) -> TransformersArchitecture:
     """Raises `UnsupportedModelError` for what transformers cannot build, or may not."""
     from transformers import AutoConfig, PreTrainedConfig
 

@@ -141,7 +141,7 @@ def _try_flat(trial: _Trial) -> Layout:
         return hidden
 
     specs = [call.spec(torch.float32) for call in trace.calls]
-    compare(alone, run_steps(trial.requests, specs, compute), type(model).__name__)
+    compare(alone, _run_steps(trial.requests, specs, compute), type(model).__name__)
     return _layout(trial, called, uses.reason(), calls=tuple(trace.calls))
 
 
@@ -163,7 +163,7 @@ def _try_rows(trial: _Trial) -> Layout:
         try:
             with refusing("its cache cannot be continued"):
                 compute = partial(rows.hidden, passes)
-                found = run_steps(trial.requests, specs, compute)
+                found = _run_steps(trial.requests, specs, compute)
                 compare(alone, found, type(model).__name__)
         except UnsupportedModelError as error:
             reasons.append(error)
@@ -174,7 +174,7 @@ def _try_rows(trial: _Trial) -> Layout:
 
 
 def _layout(trial: _Trial, called: Called, varies: str | None, **more: Theirs) -> Layout:
-    used = of_a_kind(trial.linear, called.names)
+    used = _of_a_kind(trial.linear, called.names)
     return Layout(called.recognised(), called.tables, used, trial.scale(), varies, **more)
 
 
@@ -192,7 +192,7 @@ def make_requests() -> Tensors:
     return [torch.randint(5, 64, (count,), generator=generator) for count in counts]
 
 
-def run_steps(
+def _run_steps(
     requests: Tensors, specs: Sequence[StateSpec], compute: Callable[[ForwardBatch], torch.Tensor]
 ) -> Tensors:
     """The requests' hidden states [N, H], computed together in steps; `compute` gets each step's batch."""
@@ -315,7 +315,7 @@ class Called:
         return found
 
 
-def of_a_kind(linear: Sequence[str], called: set[str]) -> tuple[str, ...]:
+def _of_a_kind(linear: Sequence[str], called: set[str]) -> tuple[str, ...]:
     """The linear layers that are called, and those with the same path but for numbers: experts without a token."""
 
     def kind(name: str) -> str:

@@ -193,7 +193,7 @@ class PositionTable(Patchable):
             return getattr(super().__getattr__("of"), name)
 
     def forward(self, *args: Theirs, **kwargs: Theirs) -> Theirs:
-        positions = positions_in(args, kwargs)
+        positions = _positions_in(args, kwargs)
         if positions is None:
             return self.of(*args, **kwargs)
         key = _key(args, kwargs)
@@ -208,7 +208,7 @@ class PositionTable(Patchable):
         return tuple(item[:, rows] for item in table) if isinstance(table, tuple) else table[:, rows]
 
 
-def positions_in(args: tuple[Theirs, ...], kwargs: dict[str, Theirs]) -> torch.Tensor | None:
+def _positions_in(args: tuple[Theirs, ...], kwargs: dict[str, Theirs]) -> torch.Tensor | None:
     """The positions among a call's arguments: the only integers [1, N], or [3, 1, N] with three equal streams."""
     found = [
         item
@@ -220,7 +220,7 @@ def positions_in(args: tuple[Theirs, ...], kwargs: dict[str, Theirs]) -> torch.T
 
 def is_table(module: nn.Module, args: tuple[Theirs, ...], kwargs: dict[str, Theirs], output: object) -> bool:
     """True if this call, which returned `output`, may be one of a table of positions."""
-    positions = positions_in(args, kwargs)
+    positions = _positions_in(args, kwargs)
     if positions is None or any(True for _ in module.parameters()) or any(True for _ in module.children()):
         return False
     outputs = output if isinstance(output, tuple) else (output,)

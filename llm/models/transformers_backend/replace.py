@@ -79,7 +79,7 @@ def replace_layers(
         replace_module(model, name, replacement)
     for name in layout.tables:
         model.set_submodule(name, PositionTable(model.get_submodule(name), options.max_model_len))
-    stacked = replace_experts(model, options)
+    stacked = _replace_experts(model, options)
     _allocate(model)
     return tuple(transposed), stacked
 
@@ -156,7 +156,7 @@ _COUNT, _HIDDEN, _INNER, _TOKENS, _TOP_K = 4, 16, 8, 6, 2
 _FLAGS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
 
 
-def replace_experts(model: nn.Module, options: BuildOptions) -> dict[str, Cut]:
+def _replace_experts(model: nn.Module, options: BuildOptions) -> dict[str, Cut]:
     """Exchange modules of experts; returns the `stacked_weights` of the model (`llm.models.interface.CausalLM`)."""
     cuts: dict[str, Cut] = {}
     for path, module in list(model.named_modules()):
