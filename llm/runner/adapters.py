@@ -122,7 +122,7 @@ class ModelAdapters:
         down, up, bias = folder.matrices(pair)
         if target.arrange is not None:
             up, bias = target.arrange(up, 0), None if bias is None else target.arrange(bias, 0)
-        pack = self._backend.op("pack")
+        pack = self._backend.ops.pack
         packed = pack(up.contiguous())
         if bias is not None:
             packed = replace(packed, bias=bias)

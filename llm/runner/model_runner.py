@@ -497,7 +497,7 @@ class ModelRunner:
             *(self.batch, self.sampler, self.processors, self._logits_of, self._logit_rows_at_once), self._scores
         )
         if step.logit_rows.num_sampled < len(hidden):  # otherwise these are all, in order
-            hidden = self.backend.op("select_rows")(hidden, step.forward_batch.logits_indices)
+            hidden = self.backend.ops.select_rows(hidden, step.forward_batch.logits_indices)
         reader.read(hidden, step.logit_rows, result)
         self.batch.settle(step)
 

@@ -123,7 +123,7 @@ class _Dense:
 
     def __init__(self, module: DenseModule, backend: Backend) -> None:
         self._weight = _read_dense(module, backend)
-        self._linear = backend.op("linear")
+        self._linear = backend.ops.linear
         self._activate = ACTIVATE[module.activation]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -144,5 +144,5 @@ def _read_dense(module: DenseModule, backend: Backend) -> Weight:
         tensors = {name: checkpoint.load(name).float() for name in expected}
     finally:
         checkpoint.close()
-    weight: Weight = backend.op("pack")(tensors["linear.weight"].clone())
+    weight: Weight = backend.ops.pack(tensors["linear.weight"].clone())
     return replace(weight, bias=tensors["linear.bias"].clone().to(backend.device)) if module.bias else weight

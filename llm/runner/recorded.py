@@ -126,7 +126,7 @@ class RecordedSteps:
 
             def compute(tokens: int) -> Sequence[torch.Tensor]:
                 logits = compute_logits(recorded)
-                return logits, *self._backend.op("argmax")(logits)
+                return logits, *self._backend.ops.argmax(logits)
 
             step.head = self._backend.record(compute, len(recorded))
         found = None if step.head.refusal else step.head.run(len(hidden))

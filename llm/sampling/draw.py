@@ -91,7 +91,7 @@ Drawn = tuple[np.ndarray, dict[int, np.ndarray]]
 
 def _draw_few(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
     """Lines with a small top_k: one selection for all of them."""
-    likeliest, all_ids = backend.op("top_k")(rows.logits, int(rows.top_k.max()))
+    likeliest, all_ids = backend.ops.top_k(rows.logits, int(rows.top_k.max()))
     values, ids = likeliest.cpu().numpy(), all_ids.cpu().numpy()
     weights = np.exp((values - values[:, :1]).astype(np.float64))
     weights[np.arange(weights.shape[1]) >= rows.top_k[:, None]] = 0.0
@@ -139,7 +139,7 @@ def _draw_nucleus(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
     """Lines with top_p and no top_k: all at once."""
     device = rows.logits.device
     numbers = (torch.from_numpy(array).to(device) for array in (rows.top_p, rows.uniform))
-    tokens, edges = (found.cpu().numpy() for found in backend.op("draw_nucleus")(rows.logits, rows.largest, *numbers))
+    tokens, edges = (found.cpu().numpy() for found in backend.ops.draw_nucleus(rows.logits, rows.largest, *numbers))
     kept = {}
     for line in keep:
         values, edge = rows.logits[line].cpu().numpy(), edges[line]
@@ -169,7 +169,7 @@ def _draw_any(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
 
 def _cumulative_blocks(rows: _Rows, backend: Backend) -> np.ndarray:
     """Sums of e^(logits - largest) up to the end of each block: float64 [n, blocks]."""
-    sums = backend.op("block_sums")(rows.logits, rows.largest, _BLOCK)
+    sums = backend.ops.block_sums(rows.logits, rows.largest, _BLOCK)
     return np.cumsum(sums.cpu().numpy().astype(np.float64), axis=1)
 
 

@@ -45,7 +45,7 @@ def gather_logprobs(
         normalise: False: report the logits themselves.
         backend: what computes it.
     """
-    top_k, gather = backend.op("top_k"), backend.op("gather_logprobs")
+    top_k, gather = backend.ops.top_k, backend.ops.gather_logprobs
     logits, tokens = logits.float(), tokens.unsqueeze(1)
     vocab = logits.shape[1]
     result = [TokenLogprobs([], [], []) for _ in range(len(tokens))]

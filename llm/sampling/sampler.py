@@ -226,7 +226,7 @@ class _Step:
 
     def _argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(largest logit, its token) of each line; lines without a token are recorded in `errors`."""
-        largest, tokens = self.sampler.backend.op("argmax")(logits)
+        largest, tokens = self.sampler.backend.ops.argmax(logits)
         for line, value in enumerate(largest.tolist()):
             if not value > -math.inf:
                 self.errors.setdefault(line, SamplingError(_NAN if math.isnan(value) else _ALL_BARRED))

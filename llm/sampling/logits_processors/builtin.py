@@ -153,7 +153,7 @@ class MinPLogitsProcessor(SparseLogitsProcessor[float]):
         self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool, backend: Backend = REFERENCE
     ) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
-        self._cut = backend.op("cut_below_largest")
+        self._cut = backend.ops.cut_below_largest
         # By batch row; -inf: no min_p.
         self._log_min_p = torch.empty(0, device=device)
 

@@ -125,7 +125,7 @@ def _read_rate(backend: Backend, kind: str, activations: str, size: int, seconds
     weight = _weight(
         backend, kind, activations, max(1, 8 * size // (_INTEGERS.get(kind, 16) * _READ_WIDTH)), _READ_WIDTH
     )
-    row, linear = torch.ones(1, _READ_WIDTH), backend.op("linear")
+    row, linear = torch.ones(1, _READ_WIDTH), backend.ops.linear
     return _repeat(lambda: linear(row, weight), weight.data.nbytes, seconds)
 
 
@@ -143,12 +143,12 @@ def _weight_rate(backend: Backend, kind: str, activations: str, seconds: float) 
     """Operations per second of our GEMM with a weight of `kind`."""
     rows, inner, columns = _GEMM_SHAPE
     weight, left = _weight(backend, kind, activations, columns, inner), torch.ones(rows, inner)
-    linear = backend.op("linear")
+    linear = backend.ops.linear
     return _repeat(lambda: linear(left, weight), 2 * rows * inner * columns, seconds)
 
 
 def _weight(backend: Backend, kind: str, activations: str, n: int, k: int) -> Weight:
-    pack = backend.op("pack")
+    pack = backend.ops.pack
     if kind in _INTEGERS:
         weight: Weight = pack(torch.ones(n, k, dtype=torch.int8), kind).scaled(torch.ones(n, 1), group_size=k)
     else:
