@@ -13,6 +13,7 @@ from embedded import open_llm
 
 from llm import LLM, SamplingParams
 from llm.base.threads import num_threads
+from llm.config import env
 from llm.config.compilation import CompilationMode
 from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineArgs, EngineConfig
 from llm.errors import OutOfMemoryError, ValidationError
@@ -326,3 +327,8 @@ def test_memory_plan_leaves_room_for_snapshots_of_states() -> None:
     # A copy that takes as much as 512 tokens of KV cache is worth 512 tokens, within bounds.
     assert [choose_snapshot_interval(100, size, 16) for size in (0, 51_200, 10**9)] == [128, 512, 1024]
     assert choose_snapshot_interval(100, 0, 48) == 144
+
+
+def test_a_variable_that_the_table_does_not_have_is_no_variable() -> None:
+    with pytest.raises(KeyError, match=r"LLM_OF_NOBODY is not in llm\.config\.env\.VARIABLES"):
+        env.get("LLM_OF_NOBODY")

@@ -66,6 +66,18 @@ def test_no_part_of_a_stop_string_leaks(llm: LLM, start: int, length: int) -> No
     assert "".join(llm.stream(PROMPTS[0], kept)) == whole[: whole.index(stop) + length]
 
 
+def test_the_token_that_ends_an_answer_is_in_no_text_unless_asked_for(llm: LLM) -> None:
+    engine = engine_of(llm)
+    (eos, *_) = engine.eos_token_ids
+    ended = SamplingParams(temperature=0, max_tokens=9, logit_bias={eos: 100.0}, skip_special_tokens=False)
+    written = engine.tokenizer.decode([eos], skip_special_tokens=False)
+    for kept in (False, True):
+        ended.include_stop_str_in_output = kept
+        (output,) = llm.generate(PROMPTS[0], ended, use_tqdm=False)
+        assert output.outputs[0].token_ids == [eos] and output.outputs[0].finish_reason == "stop"
+        assert output.outputs[0].text == "".join(llm.stream(PROMPTS[0], ended)) == (written if kept else "")
+
+
 @pytest.mark.parametrize("length", [2, 3, 5])
 def test_a_stop_string_that_ends_just_past_a_piece_does_not_leak(llm: LLM, length: int) -> None:
     """All but its last character has come by then. A shorter stop string does not shorten what is held back."""

@@ -105,6 +105,12 @@ def test_texts_are_split_by_the_rule(pre: str, text: str, words: list[str]) -> N
     assert [text[slice(*place)] for _, place in pieces] == words
 
 
+def test_a_token_that_is_there_twice_is_refused(sentencepiece: tuple[FastTokenizer, dict]) -> None:
+    tokens = list(sentencepiece[1]["tokenizer.ggml.tokens"])
+    with pytest.raises(CheckpointError, match="tokens must be a list without repetitions"):
+        read_tokenizer(sentencepiece[1] | {"tokenizer.ggml.tokens": [*tokens[:-1], tokens[-2]]}, PATH)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -14,11 +14,12 @@ from embedded import PROMPTS, copy_model, engine_of, open_llm, python, run, toke
 from torch import nn
 
 from llm import LLM
-from llm.errors import LLMError, ValidationError
+from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.platforms.cpu import CpuPlatform
 from llm.quantization import registry
 from llm.quantization.base import FusedMoEMethodBase, KVCacheMethod, LinearMethodBase, QuantizationConfig, WeightLoader
 from llm.quantization.configs.online import RECIPES
+from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.schemes.method import IntegerMethod
 from llm.quantization.schemes.table import SCHEMES
 from llm.quantization.storage.on_load import QuantizeOnLoad
@@ -255,3 +256,16 @@ def test_quantizing_refuses_a_tensor_of_another_shape() -> None:
     assert layer.weight.weight_loader(layer.weight, weight, None) == 8  # type: ignore[union-attr, operator]
     with pytest.raises(ValueError, match="shape"):
         layer.weight.weight_loader(layer.weight, torch.ones(2, 3), None)  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("size", [8, 12, 24])
+def test_groups_have_a_multiple_of_8_columns_and_whole_rows_any_number(size: int) -> None:
+    scheme = SCHEMES["W4A8_DYNAMIC"]
+    codes = torch.zeros(3, 2 * size, dtype=torch.int8)
+    scheme.check(IntegerWeight(codes[:, :size], torch.ones(3, 1), size, 4))
+    groups = IntegerWeight(codes, torch.ones(3, 2), size, 4)
+    if size % 8:
+        with pytest.raises(CheckpointError, match=f"this layer has groups of {size}"):
+            scheme.check(groups)
+    else:
+        scheme.check(groups)

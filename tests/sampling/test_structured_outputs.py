@@ -875,7 +875,7 @@ COMBINED: list[Any] = [
     {"type": "object", "patternProperties": {"^a": A}, "additionalProperties": False},
     {"type": "object", "properties": {"a": B}, "patternProperties": {"^a": A}},
     {"type": "object", "allOf": [{"properties": {"a": {}}, "additionalProperties": False}, HAS_A]},
-    {"type": "object", "allOf": [{"additionalProperties": A}, {"additionalProperties": B}]},
+    {"type": "object", "allOf": [{"additionalProperties": B}, {"additionalProperties": A}]},
     {"type": "object", "minProperties": 1, "maxProperties": 2},
     {"type": "object", "properties": {"a": A}, "minProperties": 2},
     {"type": "object", "allOf": [{"properties": {"a": A}}], "unevaluatedProperties": False},
