@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 from embedded import PROMPTS, open_llm, run
 
 from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
+from llm.sampling.structured.language import Language
 from llm.sampling.structured.structure import Answer, Structure
+from llm.sampling.structured.tag_format import format_language
 
 pytest.importorskip("llguidance")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -139,6 +142,28 @@ def test_formats_admit_their_texts_and_no_others(
         assert structure.is_complete(ids_of(llm, text)), text
     for text in others:
         assert not structure.is_complete(ids_of(llm, text)), text
+
+
+@pytest.mark.parametrize(("given", "fitting", "others"), [row for row in FORMATS if "triggers" not in str(row[0])])
+def test_the_language_that_bounds_a_format_has_its_texts(
+    given: dict[str, Any], fitting: list[str], others: list[str]
+) -> None:
+    language = Language()
+    root = format_language(language, given, ())
+    language.close()
+    assert all(language.nullable[language.read(root, text.encode())] for text in fitting)
+    assert not any(language.nullable[language.read(root, text.encode())] for text in others)
+
+
+@pytest.mark.parametrize("end", ["</t>", "aab", "abab", "é<é", "aaa"])
+def test_free_text_ends_at_the_first_end(end: str) -> None:
+    language = Language()
+    tag = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
+    root = format_language(language, tag, ())
+    language.close()
+    for letters in itertools.product(sorted({*end, "x"}), repeat=4):
+        text = "".join(letters) + end
+        assert language.nullable[language.read(root, text.encode())] == (text.find(end) == len(text) - len(end)), text
 
 
 def test_special_tokens_in_formats_are_tokens(llm: LLM) -> None:
