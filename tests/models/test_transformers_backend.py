@@ -157,8 +157,16 @@ def test_quantized_on_load(cwm: tuple[Path, Any], llm: LLM) -> None:
         assert both and 0 < max(both) < 0.3
 
 
-def test_a_native_family_on_transformers_code(tmp_path: Path) -> None:
-    folder, model = saved("qwen3", tmp_path)
+# Values of 6 channels and keys of 12, in one cache.
+NARROW_VALUES: dict[str, Any] = {
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
+    **{"kv_lora_rank": 16, "q_lora_rank": 16, "num_key_value_heads": 6},
+}
+
+
+@pytest.mark.parametrize(("model_type", "more"), [("qwen3", {}), ("minicpm3", NARROW_VALUES)])
+def test_a_native_family_on_transformers_code(tmp_path: Path, model_type: str, more: dict[str, Any]) -> None:
+    folder, model = saved(model_type, tmp_path, **more)
     with load(folder, model_impl="transformers") as llm:
         assert llm.config.reasons["model_impl"] == "asked for"
         assert compare(llm, model)[0] < 1e-4
