@@ -9,7 +9,8 @@ weights a GGUF file holds in Q4_1, and all-MiniLM-L6-v2 (Apache 2.0) in float32.
   install accelerate gguf). A KL divergence is far less noisy than a perplexity, of which 1,500 tokens tell 1%.
 - bits: the same of `quantization={"bits": ...}`.
 - requantize: the same with requantize= of the file itself.
-- gguf: other GGUF files of the same values as they are (`--gguf FILE ...`), of llama.cpp's llama-quantize for example.
+- gguf: other GGUF files of the same values as they are (`--gguf FILE ...`), of llama.cpp's llama-quantize for example,
+  compared with the file, whose tokenizer is theirs.
 - kv: the types of the KV cache, compared with float32.
 - minilm: the cosine of 60 sentences' vectors to the unquantized ones, and how often the nearest neighbour is the same.
 
@@ -207,7 +208,7 @@ def main() -> None:
         "smollm2": lambda: language_table(write_floats(args.folder), args.schemes, "quantization"),
         "bits": lambda: language_table(write_floats(args.folder), [{"bits": bits} for bits in BITS], "quantization"),
         "requantize": lambda: language_table(args.folder / GGUF, args.schemes, "requantize"),
-        "gguf": lambda: file_table(write_floats(args.folder), args.gguf),
+        "gguf": lambda: file_table(args.folder / GGUF, args.gguf),
         "kv": lambda: cache_table(args.folder / GGUF, CACHES),
         "minilm": lambda: embedding_table(args.folder / MINILM, args.schemes),
     }
