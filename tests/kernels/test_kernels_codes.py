@@ -127,7 +127,9 @@ def test_what_is_no_8_bit_weight_is_refused(lib: library.Library) -> None:
     ours, scale = packed.pack(lib, weight), torch.ones(17, 1)
     with pytest.raises(ValueError, match="a weight of float8 needs its scales"):
         linear.linear(lib, torch.ones(1, 8), ours)
-    with pytest.raises(ValueError, match="of 8-bit floats has neither zero points, minima and a table, got zero"):
+    with pytest.raises(
+        ValueError, match="of 8-bit floats has neither zero points, minima, a table and levels, got zero"
+    ):
         ours.scaled(scale, scale)
     with pytest.raises(ValueError, match="int8 activations with 8-bit floats"):
         replace(ours.scaled(scale), activations="int8")

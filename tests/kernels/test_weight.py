@@ -56,7 +56,10 @@ def test_it_is_immutable() -> None:
         ({"activations": "int8", "scale": SCALE, "group_size": 8}, "one scale per row, got groups of 8"),
         ({"activations": "int8", "scale": PER_ROW, "zero": PER_ROW}, "without zero points"),
         ({"activations": "int8", "scale": PER_ROW, "minimum": PER_ROW}, "without zero points and minima"),
-        ({"scale": PER_ROW, "zero": PER_ROW, "minimum": PER_ROW}, "one of zero points, minima and a table, got zero"),
+        (
+            {"scale": PER_ROW, "zero": PER_ROW, "minimum": PER_ROW},
+            "one of zero points, minima, a table and levels, got zero",
+        ),
         ({"scale": PER_ROW, "table": torch.ones(16)}, "a table is of 16 values and of an int4 weight, got int8"),
         ({"kind": "int4", "table": torch.ones(15)}, "a table is of 16 values"),
         (
