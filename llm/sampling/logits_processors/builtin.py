@@ -312,6 +312,8 @@ class PenaltiesLogitsProcessor(SparseLogitsProcessor[_Seen]):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         seen = list(self.rows.values())
+        if not seen:
+            return logits
         for row in seen:
             row.catch_up()
         sizes = [row.size for row in seen]
