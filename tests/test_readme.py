@@ -23,18 +23,23 @@ ROOMS = ("llm", "layers", "quantization", "platforms", "kernels")
 
 
 def tree_of(page: str) -> list[str]:
-    """The paths of the section "The tree": folders end with "/", a * stands for any letters."""
+    """The paths of the section "The tree": folders end with "/", a * stands for any letters.
+
+    A line is names and what they are for. It is indented below its folder; what goes on with the line before is
+    indented further than names are.
+    """
     section = page.split("## The tree\n", 1)[1].split("\n## ", 1)[0]
-    paths, room = [], ""
+    paths: list[str] = []
+    folders: dict[int, str] = {}
     for line in section.splitlines():
-        if not line.startswith("    ") or not line.strip():
-            continue
-        names = re.split(r"\s{2,}", line.strip())[0].split(", ")
-        if not line.startswith("     "):
-            room = names[0]
-            paths.append(room)
-        else:
-            paths.extend(room + name for name in names)
+        indent = len(line) - len(line.lstrip())
+        if 4 <= indent <= 8 and line.strip():
+            above = "".join(folder for depth, folder in sorted(folders.items()) if depth < indent)
+            names = re.split(r"\s{2,}", line.strip())[0].split(", ")
+            folders = {depth: folder for depth, folder in folders.items() if depth < indent}
+            if names[0].endswith("/"):
+                folders[indent] = names[0]
+            paths.extend(above + name for name in names)
     return paths
 
 
@@ -62,7 +67,7 @@ def test_the_tree_names_every_source_file_or_its_folder() -> None:
     assert unnamed_sources(tree_of(ARCHITECTURE)) == []
 
 
-@pytest.mark.parametrize("lost", ["llm/cli.py", "layers/attention/", "quantization/packing.py", "kernels/backend.py"])
+@pytest.mark.parametrize("lost", ["llm/cli.py", "layers/latent_attention.py", "quantization/matching.py", "kernels/backend.py"])
 def test_a_lost_line_is_seen(lost: str) -> None:
     assert unnamed_sources([path for path in tree_of(ARCHITECTURE) if path != lost]) != []
 
@@ -94,7 +99,7 @@ def test_every_link_of_the_readme_leads_somewhere() -> None:
 def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
     """In order, in a fresh interpreter: the last block replaces an operation for good."""
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 1
     done = python("-c", "\n".join(blocks), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("In the beginning ") and "max_model_len" in done.stdout and "rms_norm" in done.stdout
@@ -111,7 +116,8 @@ def test_the_differences_from_vllm_are_those_of_the_tables() -> None:
 
 def test_the_formats_are_those_that_are_registered() -> None:
     """`python -m llm.quantize.overview` prints what belongs between the two comments."""
-    section = README.split("<!-- formats -->\n", 1)[1].split("\n<!-- end of formats -->", 1)[0]
+    page = (REFERENCE / "formats.md").read_text()
+    section = page.split("<!-- formats -->\n", 1)[1].split("\n<!-- end of formats -->", 1)[0]
     assert section == overview() and "| gptq | 2, 3, 4, 8 bits" in section
 
 

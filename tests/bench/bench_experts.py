@@ -1,11 +1,11 @@
-"""Mixtures of experts beside transformers and llama.cpp, on the same random weights: the README's table.
+"""Mixtures of experts beside transformers and llama.cpp, on the same random weights: the page's table.
 
     python tests/bench/bench_experts.py write --shape qwen3-30b-a3b-6gb --folder /tmp/experts   # once
-    python tests/bench/bench_experts.py run --folder /tmp/experts --llama-python /tmp/venv_llamacpp/bin/python --readme
+    python tests/bench/bench_experts.py run --folder /tmp/experts --llama-python /tmp/venv_llamacpp/bin/python --page
 
 `write` makes a checkpoint, and GGUF files in BF16 and Q8_0 (it needs the `gguf` package). `run` starts a process for
 each contestant, one after the other, so that each has the machine and its memory for itself, and prints the table; with
-`--readme` it replaces the README's of this family. `--results` is a file that keeps the figures of each contestant:
+`--page` it replaces the page's of this family. `--results` is a file that keeps the figures of each contestant:
 those that it has are not measured again, so a run may be done in parts. llama-cpp-python is asked for by its
 interpreter, because it belongs into an environment of its own. Timings need a machine that does nothing else.
 
@@ -34,7 +34,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
-# model_type -> the README's marks, and the model's name.
+PAGE = ROOT / "docs" / "reference" / "speed.md"
+# model_type -> the page's marks, and the model's name.
 MARKS = {
     "qwen3_moe": ("<!-- experts -->", "<!-- end of experts -->"),
     "gpt_oss": ("<!-- experts of gpt-oss -->", "<!-- end of experts of gpt-oss -->"),
@@ -238,14 +239,14 @@ def run(args: argparse.Namespace) -> int:
             kept.write_text(json.dumps(results))
     text = table({name: results[name] for name in (*OURS, *TRANSFORMERS, *LLAMA) if name in results})
     print(text)
-    if args.readme:
+    if args.page:
         config = json.loads(Path(args.folder, "config.json").read_text())
-        replace_in_readme(section(text, config), MARKS[config["model_type"]])
+        replace_in_page(section(text, config), MARKS[config["model_type"]])
     return 0
 
 
 def section(text: str, config: dict[str, Any]) -> str:
-    """What stands between the README's marks."""
+    """What stands between the page's marks."""
     layers, size = config["num_hidden_layers"], config["vocab_size"]
     intro = f"""
         A mixture of experts: {NAMES[config["model_type"]]} with {layers} layers and a vocabulary of {size:,}, random
@@ -311,12 +312,11 @@ def shared(reference: list[list[int]], tokens: list[list[int]]) -> float:
     return equal / sum(map(len, reference))
 
 
-def replace_in_readme(text: str, marks: tuple[str, str]) -> None:
+def replace_in_page(text: str, marks: tuple[str, str]) -> None:
     """Between the two marks."""
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(marks[0])
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(marks[0])
     _, _, after = rest.partition(marks[1])
-    readme.write_text(f"{before}{marks[0]}\n{text}{marks[1]}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{marks[0]}\n{text}{marks[1]}{after}", encoding="utf-8")
 
 
 def main() -> int:
@@ -332,7 +332,7 @@ def main() -> int:
             command.add_argument("--config", default="{}", help="further keys of config.json, as JSON")
         elif name == "run":
             command.add_argument("--llama-python", help="interpreter with llama-cpp-python; without it, no llama.cpp")
-            command.add_argument("--readme", action="store_true", help="replace the README's table")
+            command.add_argument("--page", action="store_true", help="replace the page's table")
             command.add_argument("--results", help="a file that keeps figures; what it has is not measured again")
             command.add_argument("--only", help="contestants, separated by semicolons")
         else:

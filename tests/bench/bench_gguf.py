@@ -1,7 +1,7 @@
-"""The same GGUF files in llama.cpp and here: the README's table.
+"""The same GGUF files in llama.cpp and here: the page's table.
 
     python tests/bench/bench_gguf.py write --folder /tmp/gguf   # once
-    python tests/bench/bench_gguf.py run --folder /tmp/gguf --llama-python /tmp/venv_llamacpp/bin/python --readme
+    python tests/bench/bench_gguf.py run --folder /tmp/gguf --llama-python /tmp/venv_llamacpp/bin/python --page
 
 `write` saves the embedded model, and Qwen2.5-0.5B's shape with random weights, by `save_quantized(..., "gguf")`. `run`
 starts a process for each engine and file, one after the other. Workloads are those of `bench_experts.py`. Timings need
@@ -100,8 +100,8 @@ def run(args: argparse.Namespace) -> int:
                 print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     text = table(rows)
     print(text)
-    if args.readme:
-        experts.replace_in_readme(section(text), MARKS)
+    if args.page:
+        experts.replace_in_page(section(text), MARKS)
     return 0
 
 
@@ -145,7 +145,7 @@ def main() -> int:
         if name == "run":
             command.add_argument("--llama-python", required=True, help="interpreter with llama-cpp-python")
             command.add_argument("--only", help=f"of {', '.join(MODELS)}, with commas")
-            command.add_argument("--readme", action="store_true", help="replace the README's table")
+            command.add_argument("--page", action="store_true", help="replace the page's table")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     return int(args.run(args))

@@ -1,12 +1,12 @@
 """Models with recurrent states beside transformers, and their steps after 8,192 tokens beside attention alone.
 
     python tests/bench/bench_recurrent.py write --folder /tmp/recurrent   # once: the checkpoints
-    python tests/bench/bench_recurrent.py run --folder /tmp/recurrent --readme
-    python tests/bench/bench_recurrent.py context --readme
+    python tests/bench/bench_recurrent.py run --folder /tmp/recurrent --page
+    python tests/bench/bench_recurrent.py context --page
 
 `run` measures one stream and a batch of each shape as bench_experts.py does, in a process for each contestant, and
-prints the README's table. `context` times decode steps by the length of the context, of a shape and of the same shape
-with attention in all layers, and writes the README's picture (it needs matplotlib). Timings need a machine that does
+prints the page's table. `context` times decode steps by the length of the context, of a shape and of the same shape
+with attention in all layers, and writes the page's picture (it needs matplotlib). Timings need a machine that does
 nothing else.
 """
 
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
             cells = f"{its['bytes'] / 1e9:.2f} | {its['token'] * 1e3:.1f} | {floor} | {its['rate']:.0f}"
             lines.append(f"| {shape}, {name} | {cells} | {its['rate'] / found[RIVAL]['rate']:.1f} |")
             print(lines[-1], flush=True)
-    if args.readme:
+    if args.page:
         cut = " and ".join(f"{layers} layers of {shape}" for shape, layers in SHAPES.items())
         intro = f"""
             Recurrent states: the first {cut}, random weights, on {len(os.sched_getaffinity(0))} cores of
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
             written, at the rate of as many bytes in the turns between the streams; both are medians.
             `tests/bench/bench_recurrent.py` measures it."""
         text = f"\n{textwrap.fill(' '.join(intro.split()), 120)}\n\n" + "\n".join(lines) + "\n"
-        bench_experts.replace_in_readme(text, MARKS)
+        bench_experts.replace_in_page(text, MARKS)
     return 0
 
 
@@ -147,14 +147,15 @@ def context(args: argparse.Namespace) -> int:
         cells = (f"{ms[index]:.1f} | {size[index] / 1e6:.1f}" for ms, size in found.values())
         rows.append(f"| {length:,} | " + " | ".join(cells) + " |")
     print("\n".join(rows))
-    if args.readme:
+    if args.page:
         draw(found)
         intro = f"""
             One stream by the length of its context: {args.layers} layers of {CONTEXT_SHAPE}, of which
             {whole["layer_types"].count("attention")} have attention, beside the same layers with attention in all."""
-        text = f"\n{textwrap.fill(' '.join(intro.split()), 120)}\n\n![Step time and state by context]({PICTURE})\n\n"
+        text = f"\n{textwrap.fill(' '.join(intro.split()), 120)}\n\n"
+        text += "![Step time and state by context](../images/context.svg)\n\n"
         text += "\n".join(rows) + "\n"
-        bench_experts.replace_in_readme(text, CONTEXT_MARKS)
+        bench_experts.replace_in_page(text, CONTEXT_MARKS)
     return 0
 
 
@@ -208,7 +209,7 @@ def main() -> int:
         if function is child:
             command.add_argument("--contestant", required=True)
         elif function is not write:
-            command.add_argument("--readme", action="store_true", help="replace the README's table or picture")
+            command.add_argument("--page", action="store_true", help="replace the page's table or picture")
         if function is run:
             command.add_argument("--only", help="shapes, separated by commas")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
-"""The workloads of `python -m llm bench` here and in other engines, in turn: the README's tables of a processor.
+"""The workloads of `python -m llm bench` here and in other engines, in turn: the page's tables of a processor.
 
     python tests/bench/bench_rivals.py write --folder /tmp/rivals --openvino-python /tmp/venv_ov/bin/python   # once
-    python tests/bench/bench_rivals.py run --folder /tmp/rivals --rounds 3 --readme \
+    python tests/bench/bench_rivals.py run --folder /tmp/rivals --rounds 3 --page \
         --python llama_cpp=/tmp/venv_llamacpp/bin/python --python openvino=/tmp/venv_ov/bin/python \
         --python vllm=/tmp/venv_vllm/bin/python
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import statistics
@@ -41,6 +42,7 @@ from llm.kernels.cpu.library import choose_target, load_library
 from llm.tools.bench.workloads import PREFILL_REPS, make_workload
 
 MARKS = ("<!-- rivals -->", "<!-- end of rivals -->")
+PICTURE = experts.ROOT / "docs" / "images" / "speed.svg"
 QWEN, SMALL = "qwen2.5-0.5b", "model-b"
 # Shape -> the type of its weights.
 SHAPES = {QWEN: "bfloat16", SMALL: "float32"}
@@ -178,8 +180,9 @@ def run(args: argparse.Namespace) -> int:
     lines = [(each, [found[f"{each.name} {each.model} {rep}"] for rep in range(args.rounds)]) for each in chosen]
     text = section(lines, args.rounds)
     print(text)
-    if args.readme:
-        experts.replace_in_readme(text, MARKS)
+    if args.page:
+        experts.replace_in_page(text, MARKS)
+        PICTURE.write_text(picture(experts.PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 
@@ -200,7 +203,7 @@ def command(each: Contestant, pythons: Mapping[str, str]) -> list[str]:
 
 
 def section(lines: Sequence[tuple[Contestant, Sequence[Figures]]], rounds: int) -> str:
-    """What stands between the README's marks."""
+    """What stands between the page's marks."""
     intro = f"""
         Qwen2.5-0.5B's shape with random weights in bfloat16, on {len(os.sched_getaffinity(0))} cores of
         {experts.cpu()}, w1 to w3 as above, and a llama of 34 M parameters in float32 in w4: 256 prompts of 16 to 64, 64
@@ -253,6 +256,27 @@ def cell(values: Sequence[float]) -> str:
     return middle if least == most else f"{middle} ({least}-{most})"
 
 
+def picture(page: str) -> str:
+    """The README's picture: an SVG of bars, the tokens per second of w2 in the page's first table."""
+    rows = re.findall(r"^\| ([^|]+) \|[^|]*\|[^|]*\| ([\d.]+) \([^|]*\|", page.partition(MARKS[0])[2], re.MULTILINE)
+    bars = sorted(((name.strip(), float(value)) for name, value in rows), key=lambda bar: -bar[1])
+    longest, step = max(value for _, value in bars), 26
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {step * len(bars) + 34}" font-size="14" '
+        'font-family="sans-serif" fill="#777">',
+        '<text x="180" y="16">output tokens per second, 32 prompts at once</text>',
+    ]
+    for at, (name, value) in enumerate(bars):
+        top = 26 + step * at
+        color = "#3b6fb6" if name.startswith("offline-llm") else "#b0b0b0"
+        lines += [
+            f'<text x="170" y="{top + 15}" text-anchor="end">{name}</text>',
+            f'<rect x="180" y="{top}" width="{round(460 * value / longest)}" height="20" fill="{color}"/>',
+            f'<text x="{188 + round(460 * value / longest)}" y="{top + 15}">{value:.0f}</text>',
+        ]
+    return "\n".join([*lines, "</svg>", ""])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -268,7 +292,7 @@ def main() -> int:
         if name == "run":
             command.add_argument("--python", action="append", default=[], metavar="ENGINE=INTERPRETER")
             command.add_argument("--rounds", type=int, default=3)
-            command.add_argument("--readme", action="store_true", help="replace the README's tables")
+            command.add_argument("--page", action="store_true", help="replace the page's tables")
             command.add_argument("--results", help="a file that keeps figures; what it has is not measured again")
     args = parser.parse_args()
     return int(args.run(args))

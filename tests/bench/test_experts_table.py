@@ -25,15 +25,15 @@ def test_a_line_for_each_contestant() -> None:
     ]
 
 
-def test_the_readme_has_the_place_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (experts.ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_has_the_place_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = experts.PAGE.read_text(encoding="utf-8")
     assert all(text.count(mark) == 1 for marks in experts.MARKS.values() for mark in marks)
     first, last = experts.MARKS["gpt_oss"]
-    (tmp_path / "README.md").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(experts, "ROOT", tmp_path)
+    (tmp_path / "speed.md").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(experts, "PAGE", tmp_path / "speed.md")
     for _ in range(2):
-        experts.replace_in_readme("the 1st table\n", experts.MARKS["gpt_oss"])
-    replaced = (tmp_path / "README.md").read_text(encoding="utf-8")
+        experts.replace_in_page("the 1st table\n", experts.MARKS["gpt_oss"])
+    replaced = (tmp_path / "speed.md").read_text(encoding="utf-8")
     assert replaced.count("the 1st table") == 1
     before, after = text.split(first)[0], text.split(last)[1]
     assert replaced == f"{before}{first}\nthe 1st table\n{last}{after}"

@@ -17,6 +17,6 @@ def test_a_line_has_both_engines_and_where_they_part() -> None:
     assert same.endswith("| 100% | 0.00 |")
 
 
-def test_the_readme_has_the_place_once() -> None:
-    text = (experts.ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_has_the_place_once() -> None:
+    text = experts.PAGE.read_text(encoding="utf-8")
     assert [text.count(mark) for mark in table_of.MARKS] == [1, 1]

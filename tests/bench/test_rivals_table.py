@@ -57,6 +57,13 @@ def test_every_round_asks_for_other_ids() -> None:
     assert one["w1"]["prompts"] != one["w1"]["first"]
 
 
-def test_the_readme_has_the_place_once() -> None:
-    text = (experts.ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_has_the_place_once() -> None:
+    text = experts.PAGE.read_text(encoding="utf-8")
     assert [text.count(mark) for mark in rivals.MARKS] == [1, 1]
+
+
+def test_the_picture_is_of_the_table() -> None:
+    page = experts.PAGE.read_text(encoding="utf-8")
+    drawn = rivals.picture(page)
+    assert drawn == rivals.PICTURE.read_text(encoding="utf-8") and drawn.count("<rect") > 6
+    assert rivals.picture(page.replace("| 375 (", "| 1375 (")) != drawn
