@@ -23,6 +23,7 @@ from embedded import copy_model, engine_of, open_llm, python
 from llm.cli import main
 from llm.engine.boundary import Phase, Rates, pairs
 from llm.engine.stats import EngineStats
+from llm.errors import ValidationError
 from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model_cls
@@ -128,6 +129,11 @@ def test_shapes_have_the_published_number_of_parameters(name: str, parameters: f
 
 
 # Floors.
+
+
+def test_a_shape_that_is_not_in_the_table_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValidationError, match=f"^shape must be one of .*Did you mean '{next(iter(SHAPES))}'"):
+        shapes.find_shape(next(iter(SHAPES)) + "x")
 
 
 def test_bytes_of_a_shape() -> None:

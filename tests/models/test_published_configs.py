@@ -144,6 +144,13 @@ def test_a_negative_number_is_refused(name: str) -> None:
     assert wrong == {} and any(isinstance(own, str) for own in found.values())
 
 
+@pytest.mark.parametrize("name", _OF_CLASSES.values(), ids=_OF_CLASSES)
+def test_every_family_refuses_a_key_that_nobody_knows(name: str) -> None:
+    whole = _as_json(config_of(TINY_MODELS[name]))
+    refused = _meaning_of({**whole, "of_nobody": 1})
+    assert isinstance(refused, str) and "keys that are not understood: 'of_nobody'" in refused
+
+
 def _meaning_of(config: dict[str, Any]) -> Any:
     """What is computed, or why it is refused."""
     try:
