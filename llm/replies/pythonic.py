@@ -219,7 +219,7 @@ class _Reader:
             value = int(written, 0) if is_whole else float(written)
         except ValueError:
             raise _NoCall from None
-        if len(written) == _LONGEST_NUMBER or (isinstance(value, float) and not math.isfinite(value)):
+        if isinstance(value, float) and not math.isfinite(value):
             raise _NoCall
         return value
 
