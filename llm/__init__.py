@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import resource
+import sys
 from typing import TYPE_CHECKING
 
 from llm.base import conflict, vllm_paths
@@ -133,6 +135,18 @@ _PUBLIC = {
 
 __all__ = [*_PUBLIC, "__version__"]
 
+
+def _tell_of_limit(error: BaseException) -> None:
+    """Raise ImportError with the limit of the address space, if there is one that PyTorch cannot be loaded in."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and "torch" not in sys.modules:
+        raise ImportError(
+            f"PyTorch cannot be loaded ({str(error) or type(error).__name__}): `ulimit -v` allows this process {limit} "
+            "bytes of addresses, and PyTorch's libraries alone take more than 600,000,000; raise or lift the limit.",
+            name="torch",
+        ) from error
+
+
 conflict.check()
 vllm_paths.install()
 
@@ -146,6 +160,9 @@ if not TYPE_CHECKING:  # or mypy would take any name
         gc.disable()
         try:
             value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        except (ImportError, MemoryError) as error:
+            _tell_of_limit(error)
+            raise
         finally:
             if was_enabled:
                 gc.enable()

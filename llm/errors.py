@@ -87,7 +87,7 @@ class UnsupportedModelError(LLMError, ValueError):
 
 
 class OutOfMemoryError(LLMError, MemoryError):
-    """Something would not fit in memory, checked before allocation (the KV cache, for example)."""
+    """Something would not fit in memory, checked before allocation if possible (the KV cache, for example)."""
 
 
 class PluginError(LLMError, RuntimeError):

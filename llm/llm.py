@@ -1096,7 +1096,7 @@ class LLM:
     def _begin(self) -> Engine:
         """The beginning of every call; the lock is held."""
         engine = self._open_engine()
-        if self._is_torn:
+        if self._is_torn or engine.is_torn:
             engine.reset()
             self._is_torn = False
         self._abort_dropped(engine)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from llm.base.checks import refuse
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
-from llm.errors import CheckpointError
+from llm.errors import CheckpointError, OutOfMemoryError
 from llm.loading.model_files import check_model_file
 
 if TYPE_CHECKING:
@@ -246,4 +246,9 @@ def refusing_panics(folder: Path) -> Iterator[None]:
 def _refuse_panic(error: BaseException, folder: Path) -> None:
     """Panics are known by name: their class cannot be imported."""
     if type(error).__name__ == "PanicException":
+        if "ThreadPoolBuildError" in str(error):
+            raise OutOfMemoryError(
+                "the tokenizer cannot start its threads: the system allows this process no more of them, or no more "
+                "memory (ulimit -u, ulimit -v); raise the limit, or set RAYON_NUM_THREADS=1 in the environment."
+            ) from error
         raise CheckpointError(f"the tokenizer of {folder} fails: {clip(str(error))}") from error

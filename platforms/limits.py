@@ -1,15 +1,19 @@
 """The memory and CPU limits of this process: its control groups' (versions 1 and 2), and its own (`ulimit -v`, `-d`).
 
-Owns reading them. Each group from the process's own up to the root may set a limit, so all are read and the smallest
-applies. Paths are relative to `root`, "/" outside of tests.
+Owns reading them, and the error where memory ends (`told_of_memory`). Each group from the process's own up to the root
+may set a limit, so all are read and the smallest applies. Paths are relative to `root`, "/" outside of tests.
 """
 
 from __future__ import annotations
 
+import errno
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from llm.errors import LLMError, OutOfMemoryError
 
 # Version 1 writes "no limit" as a number near 2**63.
 _NO_LIMIT = 1 << 60
@@ -43,6 +47,38 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     limits = memory_limits(root)
     left = [max(0, found.limit - found.used) for found in limits]
     return min([stated["MemTotal"], *(found.limit for found in limits)]), min([stated["MemAvailable"], *left])
+
+
+# What PyTorch, Python and Rust say in errors of other types.
+_LACK = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "can't start new thread", "ENOMEM")
+
+
+@contextmanager
+def told_of_memory(what: str) -> Iterator[None]:
+    """Inside this context, or a function with this decorator, whatever says that memory is lacking, or room for a
+    thread, becomes an `OutOfMemoryError`: there is not enough to `what`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if isinstance(error, LLMError) or not _is_lack(error):
+            raise
+        said = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+        raise OutOfMemoryError(
+            f"there is not enough memory to {what} ({said}){_limit_said()}; free some, or lower kv_cache_memory_bytes, "
+            "max_num_seqs or num_threads."
+        ) from error
+
+
+def _is_lack(error: BaseException) -> bool:
+    is_known = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    return is_known or any(words in str(error) for words in _LACK)
+
+
+def _limit_said() -> str:
+    own = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA}
+    limits = {option: resource.getrlimit(kind)[0] for option, kind in own.items()}
+    said = [f"ulimit {option} is {limit} bytes" for option, limit in limits.items() if limit != resource.RLIM_INFINITY]
+    return ", and " + ", ".join(said) if said else ""
 
 
 def _own_limits(root: Path) -> list[MemoryLimit]:

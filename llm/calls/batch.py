@@ -24,6 +24,7 @@ from llm.engine.prompts import list_prompts
 from llm.engine.rows import ON_TOO_LONG, AnyRow, Row
 from llm.errors import GenerationInterrupted
 from llm.outputs import RequestOutput, RequestOutputs
+from llm.platforms.limits import told_of_memory
 
 if TYPE_CHECKING:
     from llm.jobs.checkpoint import Checkpoint
@@ -108,9 +109,10 @@ class BatchCall:
             return RequestOutputs(interrupted.outputs)
         except BaseException:  # from a callback, the user's signal handler or a second Ctrl-C: at any point
             self._guard.end()
-            self._remember()
-            engine.reset()
-            raise
+            with told_of_memory("answer the prompts"):
+                self._remember()
+                engine.reset()
+                raise
         finally:
             if self._checkpoint is not None:
                 self._checkpoint.end(self._states.values())

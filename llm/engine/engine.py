@@ -21,6 +21,7 @@ from llm.engine.stats import EndedRequests, EngineStats, LLMStats, share_in_use,
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.errors import LogitsProcessorError
 from llm.outputs import RequestStateStats
+from llm.platforms.limits import told_of_memory
 from llm.tokenizer import Tokenizer
 
 
@@ -50,6 +51,7 @@ class Engine:
         self._completions: dict[str, Completion] = {}
         self._watched: dict[str, tuple[PromptState, list[PromptState]]] = {}
         self._added = 0
+        self.is_torn = False  # a `reset` has failed: another is to come before anything else
 
     def add(self, row: Row, *, streaming: bool = False, ended: list[PromptState] | None = None) -> PromptState:
         """Queue a row's `n` completions; the first computes the prompt, the others share it. Fails like `step`.
@@ -68,8 +70,9 @@ class Engine:
                 self._watched[prompt_id] = state, ended
             return state
         except BaseException:
-            self.reset()
-            raise
+            with told_of_memory("queue a request"):
+                self.reset()
+                raise
 
     def step(self) -> None:
         """Run one step. If it fails, every request is dropped and the engine stays usable."""
@@ -81,8 +84,9 @@ class Engine:
             accepted = self.scheduler.settle(plan, result)
             self._update(result)
         except BaseException:
-            self.reset()
-            raise
+            with told_of_memory("compute a step"):
+                self.reset()
+                raise
         self._count(plan, result, accepted, perf_counter() - started)
 
     def run(self, prompts: Sequence[PromptState], between_steps: Callable[[], None]) -> None:
@@ -128,11 +132,14 @@ class Engine:
         """Drop every request and the prefix cache, after any error.
 
         An interrupted step may leave the scheduler inconsistent, and cached blocks that were never computed. So the
-        scheduler is replaced by a new one.
+        scheduler is replaced by a new one; if that fails, the next call begins with it.
         """
-        self._abort_all()
-        self.scheduler = self._make_scheduler()
-        self.runner.reset()
+        self.is_torn = True
+        with told_of_memory("go on after an error"):
+            self._abort_all()
+            self.scheduler = self._make_scheduler()
+            self.runner.reset()
+        self.is_torn = False
 
     def close(self) -> None:
         """Free everything large, even while something such as a traceback still refers to this engine."""

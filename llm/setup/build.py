@@ -17,6 +17,7 @@ from llm.engine.engine import Engine
 from llm.engine.scheduler import scheduler_maker
 from llm.kernels.select import backend_for
 from llm.platforms import Platform, select_platform
+from llm.platforms.limits import told_of_memory
 from llm.plugins import load_class, load_general_plugins
 from llm.quantization.configs.online import OnlineConfig
 from llm.runner.model_runner import ModelRunner
@@ -53,6 +54,7 @@ class BuiltEngine:
 
 @without_broken_platforms
 @library_defaults()
+@told_of_memory("load the model")
 def build_engine(args: EngineArgs) -> BuiltEngine:
     """Build and load; raises the errors of `llm.errors`, before memory is allocated if possible."""
     times = PhaseTimes()

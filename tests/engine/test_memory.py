@@ -6,9 +6,21 @@ What counts is RssAnon, the private memory of the process; it is read in a fresh
 from __future__ import annotations
 
 import ast
+import errno
 import gc
+import multiprocessing
+import os
+import re
+import resource
+import sys
+from multiprocessing.connection import Connection
 
+import pytest
 from embedded import PROMPTS, engine_of, open_llm, python, run
+
+import llm
+from llm import LLMError, OutOfMemoryError
+from llm.platforms import limits
 
 ROUNDS = """
 import sys
@@ -91,3 +103,82 @@ def test_close_twice() -> None:
         llm.close()
         llm.close()
     llm.close()
+
+
+# Where memory ends: a sentence, and an engine that goes on.
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        MemoryError("Unable to allocate 2.00 MiB"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+    ids=repr,
+)
+def test_what_says_that_memory_is_lacking_is_one_sentence(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (4096 if kind == resource.RLIMIT_AS else -1, -1))
+    with pytest.raises(OutOfMemoryError) as raised, limits.told_of_memory("do it"):
+        raise error
+    said = str(raised.value)
+    assert said.startswith("there is not enough memory to do it (") and "and ulimit -v is 4096 bytes; free" in said
+    assert raised.value.__cause__ is error and "()" not in said
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), OSError(errno.ENOENT, "no file"), LLMError("mine")])
+def test_other_errors_stay_what_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, limits.told_of_memory("do it"):
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_call_that_runs_out_of_memory_leaves_an_engine_that_goes_on(
+    resets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*args: object) -> object:
+        raise MemoryError
+
+    with open_llm() as opened:
+        expected, engine = [output.outputs[0].text for output in run(opened, PROMPTS[:2])], engine_of(opened)
+        with monkeypatch.context() as patch, pytest.raises(OutOfMemoryError, match="there is not enough memory to"):
+            patch.setattr(engine.runner, "execute", lacking)
+            if not resets:
+                patch.setattr(engine, "_make_scheduler", lacking)
+            run(opened, PROMPTS[:2])
+        assert engine.is_torn is not resets
+        assert [output.outputs[0].text for output in run(opened, PROMPTS[:2])] == expected and not engine.is_torn
+
+
+def told_under_limit(more: int, told: Connection) -> None:
+    with open("/proc/self/statm") as file:
+        mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + more, mapped + more))
+    try:
+        open_llm()
+    except Exception as error:
+        told.send(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize("more", [0, 6 << 20])
+def test_loading_within_a_limit_ends_with_a_sentence(more: int) -> None:
+    """`ulimit -v`, in a child that has PyTorch already."""
+    context = multiprocessing.get_context("fork")
+    told, tells = context.Pipe(duplex=False)
+    process = context.Process(target=told_under_limit, args=(more, tells))
+    process.start()
+    assert told.poll(600)
+    assert re.match("(OutOfMemoryError|CheckpointError): .*(memory|RAYON)", said := told.recv()), said
+    process.join()
+
+
+def test_pytorch_that_cannot_be_mapped_is_told_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (3 << 20, -1))
+    error = ImportError("libtorch_cpu.so: failed to map segment from shared object")
+    llm._tell_of_limit(error)  # PyTorch is here: it is another error
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(ImportError, match=r"PyTorch cannot be loaded \(libtorch.*`ulimit -v` allows .* 3145728 bytes"):
+        llm._tell_of_limit(error)
