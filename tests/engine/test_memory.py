@@ -8,12 +8,9 @@ from __future__ import annotations
 import ast
 import errno
 import gc
-import multiprocessing
-import os
 import re
 import resource
 import sys
-from multiprocessing.connection import Connection
 
 import pytest
 from embedded import PROMPTS, engine_of, open_llm, python, run
@@ -153,26 +150,24 @@ def test_a_call_that_runs_out_of_memory_leaves_an_engine_that_goes_on(
         assert [output.outputs[0].text for output in run(opened, PROMPTS[:2])] == expected and not engine.is_torn
 
 
-def told_under_limit(more: int, told: Connection) -> None:
-    with open("/proc/self/statm") as file:
-        mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + more, mapped + more))
-    try:
-        open_llm()
-    except Exception as error:
-        told.send(f"{type(error).__name__}: {error}")
+LIMITED = """
+import os, resource, sys
+import tokenizers, torch, transformers
+from llm import LLM
+mapped = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+resource.setrlimit(resource.RLIMIT_AS, (mapped + int(sys.argv[1]),) * 2)
+try:
+    LLM()
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
 
 
 @pytest.mark.parametrize("more", [0, 6 << 20])
 def test_loading_within_a_limit_ends_with_a_sentence(more: int) -> None:
-    """`ulimit -v`, in a child that has PyTorch already."""
-    context = multiprocessing.get_context("fork")
-    told, tells = context.Pipe(duplex=False)
-    process = context.Process(target=told_under_limit, args=(more, tells))
-    process.start()
-    assert told.poll(600)
-    assert re.match("(OutOfMemoryError|CheckpointError): .*(memory|RAYON)", said := told.recv()), said
-    process.join()
+    """`ulimit -v`, in a process that has PyTorch already."""
+    done = python("-c", LIMITED, str(more))
+    assert re.match("(OutOfMemoryError|CheckpointError): .*(memory|RAYON)", done.stdout), done.stdout + done.stderr
 
 
 def test_pytorch_that_cannot_be_mapped_is_told_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
