@@ -965,7 +965,9 @@ def write_checkpoint(row: TinyModel, folder: Path) -> None:
     """Write config.json and safetensors with transformers' `save_pretrained`."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_config(config_of(row), dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(row.seed)  # some vectors start from transformers' own draws
+        model = transformers.AutoModelForCausalLM.from_config(config_of(row), dtype=torch.float32)
     randomise(model, row.seed)
     model.to(row.dtype).save_pretrained(folder, max_shard_size="40KB" if row.shards else "1GB")
     path = folder / "config.json"
