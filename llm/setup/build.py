@@ -15,6 +15,7 @@ from llm.engine.boundary import RunnerPlan
 from llm.engine.calibrate import calibrate
 from llm.engine.engine import Engine
 from llm.engine.scheduler import scheduler_maker
+from llm.errors import ValidationError
 from llm.kernels.select import backend_for
 from llm.platforms import Platform, select_platform
 from llm.platforms.limits import told_of_memory
@@ -32,7 +33,7 @@ from llm.setup.extensions import (
     without_broken_platforms,
 )
 from llm.setup.memory import merged_adapter
-from llm.setup.own_texts import own_texts, refuse_pooling
+from llm.setup.own_texts import own_texts
 from llm.setup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons, with_sampling_defaults
 from llm.setup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer
 
@@ -121,8 +122,13 @@ def _prepare_quantization(args: EngineArgs, model: ReadModel, platform: Platform
     if isinstance(config, OnlineConfig) and config.uses_calibration:
         with times.phase("calibrate"):
             plain = replace(args, quantization=None, calibration=None, logits_processors=None)
-            if config.own_texts and model.pooling is not None:
-                raise refuse_pooling("gives vectors or scores")
+            if model.pooling is not None:
+                raise ValidationError(
+                    "calibration computes texts with a model that generates, and this one gives vectors or scores; "
+                    "leave calibration out, or give more bits: quantization={'bits': 6}.",
+                    parameter="calibration",
+                    value=args.calibration,
+                )
             config.statistics = calibrate(
                 lambda: build_engine(plain).engine,
                 config.calibration,

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from llm.engine.engine import Engine
 from llm.engine.preprocess import Preprocessor
-from llm.errors import ValidationError
 from llm.loading.source import ModelSource
 from llm.sampling_params import SamplingParams
 
@@ -106,11 +105,3 @@ def _keep(place: Path, texts: list[list[int]]) -> None:
         partial.replace(place)
     except OSError as error:
         logger.warning("the texts of calibration='auto' are not kept, and are written again next time: %s", error)
-
-
-def refuse_pooling(what: str) -> ValidationError:
-    return ValidationError(
-        f"calibration='auto' has the model write texts, and this one {what}; pass calibration=[texts].",
-        parameter="calibration",
-        value="auto",
-    )

@@ -138,7 +138,7 @@ def test_messages_are_one_conversation(llm: LLM, tmp_path: Path) -> None:
     assert all("messages must be one conversation" in row["error"] for row in found[1:] if row["messages"] is not None)
 
 
-@pytest.mark.parametrize("place", ["asked", "answer", "key"])
+@pytest.mark.parametrize("place", ["request", "answer", "key"])
 def test_an_exception_that_nothing_expected_is_the_error_of_its_row(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -148,7 +148,7 @@ def test_an_exception_that_nothing_expected_is_the_error_of_its_row(
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     whole = llm.run(source, tmp_path / "whole.jsonl", PARAMS, use_tqdm=False).output.read_text().splitlines()
     raised: list[Exception] = [ZeroDivisionError("planted\nhere")]
-    own = getattr(PlainRows, "asked" if place == "key" else place)
+    own = getattr(PlainRows, "request" if place == "key" else place)
 
     def planted(self: PlainRows, row: Any, *args: Any) -> Any:
         if row["prompt"].endswith("3") and (place != "answer" or args[0].output.error is None):

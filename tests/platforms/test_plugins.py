@@ -194,7 +194,7 @@ def check_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFix
 
 def test_the_base_of_a_class_path_is_checked() -> None:
     assert load_class("llm.runner.model_runner.ModelRunner", ModelRunner, "a test") is ModelRunner
-    with pytest.raises(PluginError, match=r"a test names .* does not derive from llm\.engine\.model_runner"):
+    with pytest.raises(PluginError, match=r"a test names .* does not derive from llm\.runner\.model_runner"):
         load_class("llm.platforms.cpu.CpuPlatform", ModelRunner, "a test")
 
 

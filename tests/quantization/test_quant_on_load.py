@@ -498,8 +498,9 @@ def test_a_model_writes_its_own_texts_for_calibration(
     assert len(written) == 6
     with open_llm(tiny_checkpoint("llama", tmp_path_factory), skip_tokenizer_init=True, **arguments):
         assert written[-1] != written[0] and len(list(kept.parent.iterdir())) == 2
-    with pytest.raises(ValidationError, match="has the model write texts, and this one gives vectors or scores"):
-        LLM(quantization="w4a16", calibration="auto", runner="pooling", convert="embed")
+    for texts in ("auto", ["In the beginning"]):
+        with pytest.raises(ValidationError, match="a model that generates, and this one gives vectors or scores"):
+            LLM(quantization="w4a16", calibration=texts, runner="pooling", convert="embed")
 
 
 def test_default_groups_give_way_to_odd_sizes(tmp_path_factory: pytest.TempPathFactory) -> None:
