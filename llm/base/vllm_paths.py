@@ -36,6 +36,9 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     "llm.engine.arg_utils": {
         "llm.config.command_line": "AsyncEngineArgs EngineArgs",
     },
+    "llm.engine.model_runner": {  # a class path that platforms of plugins name
+        "llm.runner.model_runner": "ModelRunner",
+    },
     "llm.engine.async_llm_engine": {
         "llm.async_llm": "AsyncLLM=AsyncLLMEngine",
     },
