@@ -190,10 +190,11 @@ class Job:
             except GenerationInterrupted as interrupted:
                 done = self._count.done + self._count.resumed
                 raise JobInterrupted(interrupted.outputs, done, self._plan.count, guard.signal) from None
-            except (MemoryError, RuntimeError, OSError) as error:
-                if isinstance(error, LLMError) or not is_out_of_memory(error):
+            except (MemoryError, RuntimeError, OSError, OutOfMemoryError) as error:
+                cause = error.__cause__ if isinstance(error, OutOfMemoryError) else error
+                if cause is None or isinstance(cause, LLMError) or not is_out_of_memory(cause):
                     raise
-                said = clip(str(error).strip() or type(error).__name__)
+                said = clip(str(cause).strip() or type(cause).__name__)
                 raise OutOfMemoryError(
                     f"the machine is out of memory ({said}); what the journal {self._journal.path} has is kept, so run "
                     "the job again with resume=True, and with fewer rows at once (max_num_seqs) or more memory."
