@@ -78,6 +78,16 @@ OPERATIONS: dict[str, str] = {
     "cut_below_largest": "vocabulary",
 }
 
+# Operations that share a layout of memory: a backend that lacks one of them uses the definitions of all.
+_LAYOUTS = (("kv_cache_shapes", "write_kv_cache", "paged_attention"),)
+# Operations that compute nothing, or each element from those beside it in the row: PyTorch's bits, too, do not depend
+# on the batch.
+_EXACT = {
+    *("pack", "embedding", "quantize_weight", "quantize_weight_as", "decode_blocks"),
+    *("kv_cache_shapes", "write_kv_cache", "write_latent_cache"),
+    *("select_rows", "ids_below", "multiply", "add", "scale", "argmax"),
+}
+
 Operation = Callable[..., Any]
 
 
@@ -162,7 +172,8 @@ class Backend:
     """The operations of one platform, and their guarantees.
 
     Args:
-        kernels: operation -> this backend's kernel. The other operations use the definition in PyTorch.
+        kernels: operation -> this backend's kernel. PyTorch's definitions compute the others (`lacks`), so that a new
+            operation can be tried before it has kernels. Of packed weights they see what `Weight.rows` gives.
         reason: why this backend was chosen.
         device: where its tensors are.
         pins: copies to `device` go through page-locked memory.
@@ -196,8 +207,9 @@ class Backend:
         self.reason = reason
         self.device = device
         self.pins = pins
-        self._own = frozenset(kernels)
-        self.ops = Operations({name: kernels.get(name) or definition(name) for name in OPERATIONS})
+        halves = [names for names in _LAYOUTS if not kernels.keys() >= set(names)]
+        self._own = frozenset(kernels).difference(*halves)
+        self.ops = Operations({name: kernels[name] if name in self._own else definition(name) for name in OPERATIONS})
 
     @classmethod
     def of(cls, platform: Platform) -> Backend:
@@ -217,6 +229,11 @@ class Backend:
         """True if this backend has a kernel for each of these operations."""
         return self._own.issuperset(names)
 
+    @property
+    def lacks(self) -> list[str]:
+        """The operations that PyTorch's definitions compute, in the order of `OPERATIONS`."""
+        return [name for name in OPERATIONS if name not in self._own]
+
     def source(self, name: str) -> str:
         """What computes `op(name)`, for `llm.explain()`: "cpu kernel avx512_vnni" or "PyTorch"."""
         return f"{self.name} kernel {self.variant}".rstrip() if name in self._own else "PyTorch"
@@ -224,7 +241,7 @@ class Backend:
     @property
     def invariant(self) -> tuple[bool, str]:
         """(True if no operation's bits depend on the batch, why or why not)."""
-        missing = [name for name in OPERATIONS if name not in self._own]
+        missing = [name for name in self.lacks if name not in _EXACT]
         if missing:
             return False, f"PyTorch computes {', '.join(missing)}: rounding depends on the batch"
         return True, f"{self.name} kernels {self.variant} reduce in one fixed order"

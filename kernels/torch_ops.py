@@ -96,7 +96,10 @@ _FAKES = {"linear": _fake_linear, "embedding": _fake_embedding}
 
 
 def _substitute(name: str) -> None:
-    """Make a tracer that reaches the kernel record the operation instead."""
+    """Make a tracer that reaches the kernel record the operation instead; a definition is traced as it is."""
+    own = kernel(name)
+    if own is None:
+        return
     operation = getattr(getattr(torch.ops, NAMESPACE), name).default
     if name in WITH_WEIGHT:
 
@@ -107,4 +110,4 @@ def _substitute(name: str) -> None:
         def traced(library: Any, *arguments: Any, **named: Any) -> Any:  # type: ignore[misc]
             return operation(*arguments, **named)
 
-    torch.compiler.substitute_in_graph(kernel(name), skip_signature_check=True)(traced)
+    torch.compiler.substitute_in_graph(own, skip_signature_check=True)(traced)

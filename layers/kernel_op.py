@@ -22,8 +22,8 @@ class KernelOp(CustomOp):
     """A CustomOp written once, in `compute`.
 
     `forward_native` is `compute` with the definitions in PyTorch. `forward_cpu`, `forward_cuda` and the others are
-    `compute` with the kernels of the platform's backend; if it has none for these operations, `forward_native` is
-    bound. A subclass may override any `forward_*`.
+    `compute` with the operations of the platform's backend, on its device; if it has a kernel for none of them,
+    `forward_native` is bound. A subclass may override any `forward_*`.
 
     Attributes:
         operations: names of the operations that `compute` calls.
@@ -49,7 +49,7 @@ class KernelOp(CustomOp):
     forward_cuda = forward_xpu = forward_tpu = forward_oot = forward_cpu
 
     def declines(self, method: str) -> str | None:
-        if not self._is_own(method) or self.backend.computes(*self.operations):
+        if not self._is_own(method) or any(self.backend.computes(name) for name in self.operations):
             return None
         return f"no CPU kernels: {self.backend.reason}" if method == "forward_cpu" else f"no {method}"
 

@@ -18,6 +18,7 @@ from torch import nn
 from llm.base.custom_op import CustomOp, PluggableLayer, replaced_class, replacement_reason
 from llm.base.watch import patches_of
 from llm.config.engine import EngineConfig
+from llm.kernels.backend import OPERATIONS, Backend
 from llm.layers.attention import AttentionBackend
 from llm.platforms.interface import Platform
 from llm.plugins import plugin_of
@@ -29,7 +30,7 @@ _UNQUANTIZED = "unquantized"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 HEADINGS = ("kind", "name", "count", "class", "runs", "why")
 KINDS = (
-    *("platform", "model", "model runner", "weights", "drafts"),
+    *("platform", "operation", "model", "model runner", "weights", "drafts"),
     *("attention", "CustomOp", "PluggableLayer", "quant method", "patch"),
 )
 
@@ -87,15 +88,22 @@ class Explanation:
 
 
 def explain_runner(
-    runner_class: type, platform: Platform, model: nn.Module, config: EngineConfig, offloaded: str = ""
+    runner_class: type,
+    platform: Platform,
+    backend: Backend,
+    model: nn.Module,
+    config: EngineConfig,
+    offloaded: str = "",
 ) -> Explanation:
-    """The platform, the model, the model runner's class, a file of weights, what drafts, and the parts of the model.
+    """The platform, the operations that its backend has no kernel for, the model, the model runner's class, a file of
+    weights, what drafts, and the parts of the model.
 
     `offloaded`: where the weights are, if a file has some.
     """
     reasons = config.reasons
     around: tuple[Part, ...] = (
         Part("platform", platform.name, 1, type(platform).__name__, platform.device_type, reasons["device"]),
+        *_operations(backend),
         Part("model", config.model_config.model_type, 1, type(model).__name__, "forward", _origin(type(model))),
         Part("model runner", "model_runner", 1, runner_class.__name__, "execute", _origin(runner_class)),
     )
@@ -107,6 +115,14 @@ def explain_runner(
         around += (Part("drafts", "speculative_config", 1, drafts.method, str(drafts), reasons["speculative_config"]),)
     explained = explain_model(model, config)
     return replace(explained, parts=around + explained.parts)
+
+
+def _operations(backend: Backend) -> list[Part]:
+    """Those that PyTorch computes."""
+    if len(backend.lacks) == len(OPERATIONS):
+        return [Part("operation", "all", len(OPERATIONS), backend.name, backend.source("linear"), backend.reason)]
+    why = f"the {backend.name} backend has no kernel for it"
+    return [Part("operation", name, 1, backend.name, backend.source(name), why) for name in backend.lacks]
 
 
 def explain_model(model: nn.Module, config: EngineConfig) -> Explanation:

@@ -27,7 +27,8 @@ class UnquantizedLinearMethod(PackedLinearMethod):
 
     def __init__(self, may_round: bool = True) -> None:
         backend = backend_of_construction()
-        self.invariant = self._packs = backend.computes("pack", "linear", "embedding")
+        self.invariant = backend.computes("linear")
+        self._packs = any(backend.computes(name) for name in ("pack", "linear", "embedding"))
         self._pack = backend.op("pack")
         self._arriving = backend.arriving_rows
         self._kernel = backend.op("linear")

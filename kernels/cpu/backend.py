@@ -6,6 +6,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 
 import torch
 
@@ -42,7 +43,10 @@ class CpuBackend(Backend):
     offloads = True
 
     def __init__(self, library: Library, reason: str) -> None:
-        super().__init__({name: functools.partial(kernel(name), library) for name in OPERATIONS}, reason)
+        functions = {name: kernel(name) for name in OPERATIONS}
+        super().__init__(
+            {name: functools.partial(own, library) for name, own in functions.items() if own is not None}, reason
+        )
         self.library = library
         self.variant = library.target
         # With AMX a rounded activation is one bfloat16, an exact one is the sum of three.
@@ -110,9 +114,13 @@ def _step_sizes(tokens: int, rows: int, tokens_per_row: int, threads: int) -> Se
     return sizes
 
 
-def kernel(name: str) -> Operation:
-    """The function of an operation: its arguments are the library, then those of the definition."""
-    return getattr(importlib.import_module(f"llm.kernels.cpu.{_MODULES.get(name, OPERATIONS[name])}"), name)
+def kernel(name: str) -> Operation | None:
+    """The function of an operation: its arguments are the library, then those of the definition. None: there is none.
+
+    It is in the module here that is named as the definition's, unless `_MODULES` names another.
+    """
+    module = f"llm.kernels.cpu.{_MODULES.get(name, OPERATIONS[name])}"
+    return getattr(importlib.import_module(module), name, None) if find_spec(module) else None
 
 
 def _from_best(best: str) -> Iterator[str]:

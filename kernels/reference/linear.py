@@ -77,6 +77,8 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 def embedding(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Rows of W: ids int64 [...] -> float32 [..., K]; IndexError for an id outside [0, N)."""
     ids = token_ids.flatten()
+    if type(weight) is not Weight:  # of another backend, in its layout
+        return weight.dequantize()[ids].view(*token_ids.shape, weight.k)
     is_byte = weight.data.dtype.itemsize == 1  # PyTorch looks up no 8-bit floats
     data = F.embedding(ids, weight.data.view(torch.uint8) if is_byte else weight.data).view(weight.data.dtype)
     if weight.is_float:

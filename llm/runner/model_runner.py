@@ -269,7 +269,8 @@ class ModelRunner:
 
     def describe(self) -> Explanation:
         """What computes the model's layers, and why."""
-        return explain_runner(type(self), self.platform, self.model, self.plan.config, self.offloaded)
+        runner = type(self), self.platform, self.backend
+        return explain_runner(*runner, self.model, self.plan.config, self.offloaded)
 
     def layer_reports(self) -> list[LayerReport]:
         """Every layer with a weight, in the model's order."""

@@ -17,9 +17,12 @@ from llm import LLM, SamplingParams
 from llm.base.construction import constructing_for
 from llm.errors import PluginError
 from llm.kernels.backend import OPERATIONS, Backend, definition
+from llm.kernels.cpu import backend as cpu
+from llm.kernels.cpu.backend import CpuBackend
 from llm.kernels.reference.backend import REFERENCE, pytorch
 from llm.kernels.select import backend_for
 from llm.layers.norm import RMSNorm
+from llm.platforms import select_platform
 from llm.platforms.cpu import CpuPlatform
 
 with_kernels = pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")
@@ -84,7 +87,31 @@ def test_an_operation_that_a_backend_has_no_kernel_for_is_pytorchs() -> None:
     assert half.computes("rms_norm") and not half.computes("rms_norm", "argmax")
     assert (half.source("rms_norm"), half.source("argmax")) == ("half kernel", "PyTorch")
     invariant, reason = half.invariant
-    assert not invariant and "argmax" in reason and " rms_norm," not in reason.replace("add_rms_norm,", "")
+    assert not invariant and "top_k" in reason and " rms_norm," not in reason.replace("add_rms_norm,", "")
+
+
+@needs_compiler
+@with_kernels
+@pytest.mark.parametrize("lacking", ["linear", "embedding", "add_rms_norm", "paged_attention", "silu_and_mul", "top_k"])
+def test_the_cpus_backend_too_may_lack_an_operation(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    with open_llm(device="cpu") as opened:
+        expected = answers(opened)
+        assert not [part for part in opened.explain().parts if part.kind == "operation"]
+    of = cpu.kernel
+    inner = CpuBackend.of(select_platform("cpu")[0])
+    assert isinstance(inner, CpuBackend)
+    monkeypatch.setattr(cpu, "kernel", lambda name: None if name == lacking else of(name))
+    monkeypatch.setattr(cpu, "_cpu_backend", lambda isa: without)
+    without = CpuBackend(inner.library, inner.reason)
+    # What shares a layout of memory with it goes with it.
+    gone = ["kv_cache_shapes", "write_kv_cache", lacking] if lacking == "paged_attention" else [lacking]
+    assert without.lacks == gone and without.op(lacking) is definition(lacking)
+    with open_llm(device="cpu") as opened:
+        found = answers(opened)
+        told = [(part.name, part.runs) for part in opened.explain().parts if part.kind == "operation"]
+        assert told == [(name, "PyTorch") for name in gone]
+        assert opened.config.invariant is (lacking == "embedding")
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
 
 
 # --- What every backend answers. ---
