@@ -65,9 +65,9 @@ if TYPE_CHECKING:
     from llm.outputs import ScoringOutput as ScoringOutput
     from llm.outputs import ScoringRequestOutput as ScoringRequestOutput
     from llm.outputs import StructuredOutcome as StructuredOutcome
+    from llm.outputs import ToolCall as ToolCall
     from llm.pooling_params import PoolerConfig as PoolerConfig
     from llm.pooling_params import PoolingParams as PoolingParams
-    from llm.replies.calls import ToolCall as ToolCall
     from llm.sampling_params import BeamSearchParams as BeamSearchParams
     from llm.sampling_params import RequestOutputKind as RequestOutputKind
     from llm.sampling_params import SamplingParams as SamplingParams
@@ -90,7 +90,7 @@ _PUBLIC = {
     "LoglikelihoodOutput": "llm.outputs",
     "PerplexityOutput": "llm.outputs",
     "StructuredOutcome": "llm.outputs",
-    "ToolCall": "llm.replies.calls",
+    "ToolCall": "llm.outputs",
     "PromptType": "llm.inputs",
     "TextPrompt": "llm.inputs",
     "TokensPrompt": "llm.inputs",

@@ -6,6 +6,7 @@ tables and HTML of them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,7 +19,6 @@ from llm.base.optional import optional_package
 from llm.base.types import JsonObject
 from llm.base.vllm_paths import missing_names
 from llm.inputs import LoRARequest
-from llm.replies.calls import ToolCall
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -130,6 +130,25 @@ class StructuredOutcome:
     complete: bool
     guaranteed: bool
     reason: str = ""
+
+
+@dataclass
+class ToolCall:
+    """A call of a function, which the caller may execute.
+
+    Attributes:
+        arguments: as the model wrote them; they are not checked against the function's schema.
+        id: "call00000" and so on, by place in the reply.
+    """
+
+    name: str
+    arguments: JsonObject
+    id: str = ""
+
+    def to_dict(self) -> JsonObject:
+        """As OpenAI writes it, in an assistant's message."""
+        arguments = json.dumps(self.arguments, ensure_ascii=False)
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 
 @dataclass

@@ -242,7 +242,7 @@ MODULES: dict[str, str] = {
     "llm.model_executor.model_loader": "checkpoints are read by llm.loading",
     "llm.model_executor.models.*": "models are in llm.models, and register_model is imported from llm",
     "llm.multimodal": _TEXT,
-    "llm.transformers_utils": "tokenizers and chat templates are in llm.tokenizer",
+    "llm.transformers_utils": "tokenizers and chat templates are in llm.text.tokenizer",
     "llm.utils.async_utils": _ASYNC,
     "llm.utils.torch_utils": _OWN,
     "llm.v1.core": "the scheduler and the blocks are in llm.engine",

@@ -14,9 +14,8 @@ from llm.engine.preprocess import Preprocessor
 from llm.engine.prompts import ParsedPrompt
 from llm.inputs import TokensPrompt
 from llm.outputs import RequestOutput
-from llm.replies.choice import ToolChoice
-from llm.replies.reader import Outputs, ReplyReader
 from llm.sampling_params import SamplingParams
+from llm.text.replies import Outputs, ReplyReader, ToolChoice
 
 ManyParams = SamplingParams | Sequence[SamplingParams] | None
 

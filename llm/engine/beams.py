@@ -27,7 +27,7 @@ from llm.engine.step import Adapter
 from llm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from llm.sampling.structured.structure import Answer, Structure
 from llm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 
 Logprobs = dict[int, Logprob]
 

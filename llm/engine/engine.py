@@ -22,7 +22,7 @@ from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.errors import LogitsProcessorError
 from llm.outputs import RequestStateStats
 from llm.platforms.limits import told_of_memory
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 
 
 class Engine:

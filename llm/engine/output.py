@@ -17,7 +17,7 @@ from llm.inputs import LoRARequest
 from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, RequestStateStats, StructuredOutcome
 from llm.sampling.logprobs import TokenLogprobs
 from llm.sampling_params import SamplingParams
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("llm")
 

@@ -17,7 +17,7 @@ from llm.engine.step import PoolingRow
 from llm.errors import PromptTooLongError, ValidationError, nearest
 from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams
-from llm.tokenizer_backends import Truncation
+from llm.text.tokenizer import Truncation
 
 BY_TOKEN = "this model classifies every token, not whole texts; call LLM.encode."
 

@@ -15,7 +15,7 @@ from llm.base.checks import check_flag, check_integer, refuse
 from llm.base.suggestions import NOT_TEXT
 from llm.base.types import JsonObject
 from llm.errors import ValidationError, nearest
-from llm.tokenizer_backends import Truncation
+from llm.text.tokenizer import Truncation
 
 
 class ParsedPrompt(NamedTuple):

@@ -12,7 +12,7 @@ from llm.engine.prompts import ParsedPrompt
 from llm.engine.step import Adapter, PoolingRow
 from llm.errors import EmptyPromptError, PromptTooLongError, TokenOutOfRangeError, ValidationError
 from llm.sampling_params import SamplingParams
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 
 ON_TOO_LONG = ("error", "truncate_left", "truncate_middle", "skip")
 # A prompt that is cut, of a request without max_tokens, leaves this share of the context for the answer.

@@ -14,8 +14,8 @@ from llm.base.text import quote, show
 from llm.base.types import JsonObject
 from llm.errors import ValidationError, nearest
 from llm.outputs import CompletionOutput, Logprob, RequestOutput
-from llm.replies.choice import ToolChoice
 from llm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+from llm.text.replies import ToolChoice
 
 _SAMPLING = (
     "temperature top_p n stop seed presence_penalty frequency_penalty logit_bias max_tokens top_k min_p "

@@ -35,10 +35,10 @@ from llm.jobs.bodies import (
 from llm.jobs.journal import Ended, base64_of
 from llm.jobs.tables import Form
 from llm.pooling_params import PoolingParams
-from llm.replies.calls import json_value
-from llm.replies.choice import ToolChoice
 from llm.runner.pooler import PoolingPlan
 from llm.sampling_params import SamplingParams
+from llm.text.replies import ToolChoice
+from llm.text.tool_calls import json_value
 
 # In how a template writes a column: a width that may take gigabytes, or one that is another column.
 _WIDE = re.compile(r"[{}]|\d{4}")

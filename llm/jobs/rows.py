@@ -40,9 +40,8 @@ from llm.jobs.journal import Ended
 from llm.jobs.requests import BatchRows, BatchVectors, PlainRows, PlainVectors, Wanted
 from llm.jobs.tables import Read
 from llm.outputs import RequestOutput
-from llm.replies.choice import ToolChoice
-from llm.replies.reader import ReplyReader
-from llm.tokenizer import Tokenizer
+from llm.text.replies import ReplyReader, ToolChoice
+from llm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llm.llm import LLM

@@ -17,7 +17,7 @@ from llm.errors import CheckpointError, ValidationError
 from llm.loading.checkpoint import Checkpoint, TensorInfo
 from llm.loading.model_files import read_json
 from llm.loading.unsupported import of_folder
-from llm.tokenizer_backends import TokenizerDefinition
+from llm.text.tokenizer import TokenizerDefinition
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -58,7 +58,7 @@ class ModelSource(Protocol):
         """The weights, opened at the first call; later calls return the same object until `close`."""
 
     def tokenizer(self) -> Path | TokenizerDefinition:
-        """The folder that `llm.tokenizer.Tokenizer` opens, or the tokenizer itself."""
+        """The folder that `llm.text.tokenizer.Tokenizer` opens, or the tokenizer itself."""
 
     def generation_defaults(self) -> JsonObject:
         """Generation defaults, with the keys of generation_config.json; empty if the model has none."""

@@ -14,7 +14,7 @@ from llm.platforms import Platform
 from llm.runner.speculation.speculator import MOST_ROWS
 from llm.setup.plan import make_plan
 from llm.setup.source import Implementation, ReadModel, read_model, read_tokenizer
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 
 # A row's tokens after the last full block are computed anew at each draft.
 _BLOCK_SIZE = 4

@@ -23,7 +23,7 @@ from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig
 from llm.models.registry import is_encoder, is_known
 from llm.pooling_params import PoolerConfig
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 
 # How the names of architectures end that are built on a family's layers, and what they are for.
 _OF_TOKENS = "ForTokenClassification"

@@ -31,7 +31,7 @@ from llm.models.decoder import DecoderConfig
 from llm.models.registry import resolve_model_cls, resolve_pooling_cls
 from llm.sampling_params import SamplingParams
 from llm.setup.pooling import Purpose, choose_purpose, plan_pooling, with_head
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 
 _NO_FOLDERS = ("auto", "vllm")
 # Key of generation_config.json -> the field of `SamplingParams` whose default it is.

@@ -16,13 +16,11 @@ from typing import Any
 
 import pytest
 
-from llm import template_process
-from llm.chat_template import _compile, _theirs, names_read
 from llm.errors import ValidationError
 from llm.llm import EMBEDDED_MODEL
-from llm.template_plain import is_plain
-from llm.template_process import PROCESS, TemplateProcess
-from llm.tokenizer import Tokenizer
+from llm.text import chat_template
+from llm.text.chat_template import PROCESS, TemplateProcess, _compile, _theirs, is_plain, names_read
+from llm.text.tokenizer import Tokenizer
 
 LOOP = "{% for a in range(99999) %}"
 HOSTILE = (
@@ -113,10 +111,10 @@ def render(template: str, **options: Any) -> str:
 def small_limits() -> Iterator[None]:
     """So that a test takes a moment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llm.chat_template._SECONDS", 0.1)
-        patch.setattr(template_process, "CPU_SECONDS", 0.25)
-        patch.setattr(template_process, "MOST_CHARACTERS", 1 << 20)
-        patch.setattr(template_process, "MEMORY_BYTES", 1 << 28)
+        patch.setattr("llm.text.chat_template._SECONDS", 0.1)
+        patch.setattr(chat_template, "CPU_SECONDS", 0.25)
+        patch.setattr(chat_template, "MOST_CHARACTERS", 1 << 20)
+        patch.setattr(chat_template, "MEMORY_BYTES", 1 << 28)
         PROCESS.close()
         yield
         PROCESS.close()
@@ -165,7 +163,7 @@ PLAIN = (
 
 @pytest.mark.parametrize("template", PLAIN)
 def test_plain_templates_start_no_process(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "_start", lambda: pytest.fail("a process was started"))
+    monkeypatch.setattr(chat_template, "_start", lambda: pytest.fail("a process was started"))
     PROCESS.close()
     assert is_plain(_theirs(), template) and _compile(template).plain is not None
     test_the_text_is_transformers(template)
@@ -266,7 +264,7 @@ def test_no_process_is_left(end: str) -> None:
     """Neither at exit nor where the parent is killed, while a template is rendered and while none is."""
     code = f"""
 import threading
-from llm.template_process import PROCESS
+from llm.text.chat_template import PROCESS
 print(PROCESS.render('{{{{ 2 ** 2 }}}}', {{}}), PROCESS.pid, flush=True)
 {end}
 """

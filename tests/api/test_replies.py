@@ -25,10 +25,10 @@ from llm import (
 )
 from llm.jobs.requests import JobAdapters
 from llm.jobs.worker import PieceRows, RowWorker
-from llm.replies.calls import ToolCall
-from llm.replies.forms import FORMS, form_of
-from llm.replies.harmony import read_harmony
-from llm.replies.untyped import typed, types_of
+from llm.outputs import ToolCall
+from llm.text.replies import read_harmony
+from llm.text.tool_calls import typed, types_of
+from llm.text.tool_forms import FORMS, form_of
 
 ARGUMENTS = {"city": "Jericho", "walls": [1, {"deep": "}</tool"}]}
 CALL = json.dumps({"name": "weather", "arguments": ARGUMENTS})

@@ -24,9 +24,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import llm
 from llm import SamplingParams
-from llm import tokenizer as tokenizer_module
 from llm.errors import CheckpointError, ValidationError
-from llm.tokenizer import TextStream, Tokenizer, _TokenBytes
+from llm.text import tokenizer as tokenizer_module
+from llm.text.tokenizer import TextStream, Tokenizer, _TokenBytes
 
 TINY = Path(llm.__file__).parent / "assets" / "tiny"
 CORPUS = ["the quick brown fox", "你好世界 你好吗", "🙂🙃🙂 👩‍👩‍👧 e\u0301 naïve", "the fox, the fox's 好 🙂"]

@@ -14,9 +14,9 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from llm import LLM, PromptTooLongError, SamplingParams
-from llm import tokenizer as tokenizer_module
 from llm.engine import rows as rows_module
-from llm.tokenizer_bound import TokenBound
+from llm.text import tokenizer as tokenizer_module
+from llm.text.token_bound import TokenBound
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 # Pieces of two words, of a space and a line break, of halves of characters.

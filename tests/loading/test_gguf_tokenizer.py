@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 
 from llm.errors import CheckpointError, UnsupportedModelError
 from llm.loading.gguf.tokenizer import read_tokenizer
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 
 TEXTS = ["low lower lowest", " two  spaces", "new\nline", "caf\u00e9 \u4e2d\U0001f600", "", "a<s>b", "1234 56"]
 CORPUS = ["low lower lowest newer newest wide wider two spaces line new 1234 56"] * 20

@@ -15,7 +15,7 @@ from llm.base.text import show
 from llm.errors import CheckpointError, LLMError
 from llm.llm import EMBEDDED_MODEL
 from llm.quantize.partial import partial_folder
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 # Opens the tokenizer as `llm` does and renders a chat, with 3 GB of memory.
@@ -23,7 +23,7 @@ OPEN = """
 import resource, sys, torch
 from pathlib import Path
 from llm.errors import CheckpointError
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # much, with CUDA's libraries
 resource.setrlimit(resource.RLIMIT_AS, (mapped + (3 << 30), mapped + (3 << 30)))
 for folder in sys.argv[1:]:

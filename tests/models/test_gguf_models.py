@@ -25,7 +25,7 @@ from llm.errors import CheckpointError, LLMError, UnsupportedModelError, Validat
 from llm.llm import EMBEDDED_MODEL
 from llm.loading.gguf.names import FAMILIES as ARCHITECTURES
 from llm.loading.weight_map import rename
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 
 TOLERANCE = 1e-4
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -24,8 +24,7 @@ from llm.kernels.reference.gguf_blocks import BLOCKS, decode
 from llm.loading.gguf.tokenizer import tokenizer_metadata
 from llm.quantization.formats.gguf import pack_blocks, type_of
 from llm.quantization.quantizer import IntegerWeight, quantize_weight_as
-from llm.tokenizer import Tokenizer
-from llm.tokenizer_backends import TokenizerDefinition
+from llm.text.tokenizer import Tokenizer, TokenizerDefinition
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True)
 SIZES: dict[str, Any] = {

@@ -27,7 +27,7 @@ from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig, LatentAttentionConfig
 from llm.quantization.formats.gguf import pack_blocks, type_of
 from llm.quantize.formats import StoredLayer
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # GGUF's name of the projection behind latents where it is one.

@@ -27,7 +27,7 @@ from llm.loading.gguf.container import GgufFile, GgufTensor, Metadata, read_head
 from llm.loading.gguf.metadata import Header, config_of
 from llm.loading.gguf.names import ROPE_TENSORS, Family, as_trained, family_of, hugging_face_name
 from llm.loading.gguf.tokenizer import read_tokenizer
-from llm.tokenizer_backends import TokenizerDefinition
+from llm.text.tokenizer import TokenizerDefinition
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
 _MOST_ROPE_VALUES = 1 << 13

@@ -24,8 +24,7 @@ from llm.base.text import clip, list_names, show
 from llm.base.types import JsonObject
 from llm.errors import CheckpointError, LLMError, UnsupportedModelError
 from llm.loading.gguf.container import Value
-from llm.tokenizer import Tokenizer
-from llm.tokenizer_backends import TokenizerDefinition
+from llm.text.tokenizer import Tokenizer, TokenizerDefinition
 
 _SPACE = "\u2581"
 # tokenizer.ggml.token_type

@@ -25,7 +25,7 @@ from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from llm.config.engine import ReasoningConfig, VllmConfig
-    from llm.tokenizer import Tokenizer
+    from llm.text.tokenizer import Tokenizer
 
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from llm.sampling.structured.structure import Answer, Structure, Vocabulary
 from llm.sampling.structured.tag_format import format_grammar, format_language
 from llm.sampling.structured.tags import read_tags
 from llm.sampling_params import StructuredOutputsParams
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("llm")
 

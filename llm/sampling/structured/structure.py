@@ -23,7 +23,7 @@ from llm.sampling.structured.messages import first_line, refused
 from llm.sampling.structured.regex import NEEDED_BYTES
 from llm.sampling.structured.tag_format import special_bytes
 from llm.sampling_params import SamplingParams
-from llm.tokenizer import Tokenizer
+from llm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

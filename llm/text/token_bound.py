@@ -1,6 +1,6 @@
 """How many tokens a text has at least, without tokenizing it: a text that cannot fit is refused at once.
 
-Owns the bound. It is the larger of two, both true for any way to cut a text into tokens of the vocabulary:
+The bound is the larger of two, both true for any way to cut a text into tokens of the vocabulary:
 - Each byte of the text is in one token, and no text has fewer tokens than the sum over its bytes of 1 / (length of the
   longest token with this byte), because the bytes of one token add up to 1 at most.
 - Where no token has parts of more than m words, no text has fewer tokens than its words / m.

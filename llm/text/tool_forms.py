@@ -1,6 +1,6 @@
 """The forms in which models write tool calls: how a chat template that teaches one is known, read and written.
 
-Owns the table of forms. Written is a call that must happen: a format of `structural_tag` with the words of the form.
+Written is a call that must happen: a format of `structural_tag` with the words of the form.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llm.base.types import JsonObject
-from llm.replies.calls import Found, Schemas
-from llm.replies.pythonic import between, pythonic
-from llm.replies.tagged import deepseek, json_between, kimi_k2, llama3_json, mistral
-from llm.replies.untyped import (
+from llm.text.tool_calls import (
     MINIMAX_M2,
     QWEN3_CODER,
     SEED_OSS,
     STEP3,
+    Found,
+    Schemas,
     Tags,
+    between,
+    deepseek,
+    json_between,
+    kimi_k2,
+    llama3_json,
     minimax_m2,
+    mistral,
+    pythonic,
     referred,
     step3,
     tool_call,

@@ -1,6 +1,6 @@
-"""The program that renders chat templates in a process of their own; `template_process.py` starts it.
+"""The program that renders chat templates in a process of their own; `chat_template.py` starts it.
 
-Owns what such a template gets: the names that transformers gives chat templates. Imports jinja2 and nothing of this
+A template gets the names that transformers gives chat templates. Imports jinja2 and nothing of this
 package, and is run as a file, so that it starts in a moment.
 
 A request and an answer are a length in 8 bytes and JSON. The process ends with its standard input.
