@@ -9,23 +9,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from llm import plugins
 from llm.base.vllm_paths import missing_name
 from llm.config import env
 from llm.errors import LLMError, PluginError, ValidationError, nearest
+from llm.platforms.accelerators import CudaPlatform, MpsPlatform, RocmPlatform, TpuPlatform, XpuPlatform
 from llm.platforms.cpu import CpuPlatform
-from llm.platforms.cuda import CudaPlatform
 from llm.platforms.interface import Platform, PlatformEnum
-from llm.platforms.rocm import RocmPlatform
-from llm.platforms.tpu import TpuPlatform
-from llm.platforms.xpu import XpuPlatform
 
 if TYPE_CHECKING:
     current_platform: Platform
 
 __all__ = ["Platform", "PlatformEnum", "current_platform", "select_platform"]
 
-BUILTIN: tuple[type[Platform], ...] = (CudaPlatform, RocmPlatform, XpuPlatform, TpuPlatform, CpuPlatform)
+BUILTIN: tuple[type[Platform], ...] = (
+    *(CudaPlatform, RocmPlatform, XpuPlatform, MpsPlatform, TpuPlatform),
+    CpuPlatform,
+)
 
 
 if not TYPE_CHECKING:  # or mypy would take any name
@@ -37,7 +39,10 @@ if not TYPE_CHECKING:  # or mypy would take any name
 
 
 def select_platform(device: str = "auto") -> tuple[Platform, str]:
-    """The platform for `device` ("auto" or a name), always the same object, and why it was chosen.
+    """The platform for `device`, always the same object, and why it was chosen.
+
+    Args:
+        device: "auto", a name, or a name and which of its devices, as "cuda:1".
 
     Raises:
         ValidationError: the name is unknown, or its device is absent or cannot compute.
@@ -56,37 +61,48 @@ def is_by_name(device: str) -> bool:
     return device != "auto" or env.get("LLM_PLATFORM") is not None
 
 
-def _by_name(name: object, parameter: str) -> Platform:
+def _by_name(device: object, parameter: str) -> Platform:
+    name, index = _name_and_index(device)
+    if name == "cuda" and torch.version.hip is not None:
+        name = "rocm"  # as PyTorch spells AMD's devices
     for cls in BUILTIN:
         if cls.name == name:
             is_there, seen = cls.detect()
-            platform = _instance(cls, cls.name)
+            platform = _instance(cls, cls.name, index=index)
             problem = platform.why_not() if is_there else seen
             if problem is None:
                 return platform
             raise ValidationError(
-                f"{parameter}={name!r} cannot be used: {problem}; 'cpu' always can.", parameter=parameter, value=name
+                f"{parameter}={device!r} cannot be used: {problem}; 'cpu' always can.",
+                parameter=parameter,
+                value=device,
             )
     found = {plugin.name: plugin for plugin in plugins.installed(plugins.PLATFORM_PLUGINS)}
     if name not in found:
         known = [*found, *(cls.name for cls in BUILTIN)]
         raise ValidationError(
-            f"{parameter}={name!r} is not known.{nearest(str(name), known)} Known: auto, {', '.join(known)}.",
+            f"{parameter}={device!r} is not known.{nearest(str(name), known)} Known: auto, {', '.join(known)}.",
             parameter=parameter,
-            value=name,
+            value=device,
         )
     answers = plugins.ask_platform_plugins((found[name],))
     path = answers.get(found[name])
     if path is None and found[name] in answers:
         raise ValidationError(
-            f"{parameter}={name!r} cannot be used: {found[name]} says that its device is not there.",
+            f"{parameter}={device!r} cannot be used: {found[name]} says that its device is not there.",
             parameter=parameter,
-            value=name,
+            value=device,
         )
-    plugged_in = None if path is None else _from_plugin(found[name], path)
+    plugged_in = None if path is None else _from_plugin(found[name], path, index)
     if plugged_in is None:
-        raise PluginError(f"{parameter}={name!r} cannot be used: {found[name]} is broken and was left out.")
+        raise PluginError(f"{parameter}={device!r} cannot be used: {found[name]} is broken and was left out.")
     return plugged_in
+
+
+def _name_and_index(device: object) -> tuple[object, int]:
+    """("cuda", 1) of "cuda:1"."""
+    name, colon, number = str(device).rpartition(":")
+    return (name, int(number)) if colon and number.isdecimal() else (device, 0)
 
 
 def _plugged_in() -> tuple[Platform, str] | None:
@@ -113,37 +129,44 @@ def _built_in() -> tuple[Platform, str]:
         platform = _instance(cls, cls.name)
         problem = platform.why_not()
         if problem is None:
-            return platform, "; ".join([*notes, said[cls.name] if notes else "no other device is there"])
+            return platform, "; ".join([*notes, _found(cls, said[cls.name], bool(notes))])
         notes.append(f"{cls.name} is there ({said[cls.name]}): {problem}")
         said[cls.name] = problem
     tried = "; ".join(f"{name}: {why}" for name, why in said.items())
     raise LLMError(f"there is no platform to compute on ({tried}; no platform plugin is active).")
 
 
-def _from_plugin(plugin: plugins.Plugin, path: str) -> Platform | None:
+def _found(cls: type[Platform], seen: str, is_second: bool) -> str:
+    """Why a platform is used that nobody asked for."""
+    if not issubclass(cls, CpuPlatform):
+        return f"{seen} is there"
+    return seen if is_second else "no other device is there"
+
+
+def _from_plugin(plugin: plugins.Plugin, path: str, index: int = 0) -> Platform | None:
     """The platform at a plugin's class path; None if it is broken and LLM_PLUGIN_ERRORS=warn skips it."""
 
     def make() -> Platform:
         cls = plugins.load_class(path, Platform, str(plugin))
         # A class that says nothing, as those for vLLM, is of the first version.
         plugins.check_contract(getattr(cls, "contract_version", 1), str(plugin))
-        return _instance(cls, plugin.name, plugin)
+        return _instance(cls, plugin.name, plugin, index)
 
     found: Platform | None = plugins.guarded(plugin, "failed while it was made", make)
     return found
 
 
-# (class, name, plugin) -> its one object in this process.
-_instances: dict[tuple[type[Platform], str, plugins.Plugin | None], Platform] = {}
+# (class, name, plugin, index) -> its one object in this process.
+_instances: dict[tuple[type[Platform], str, plugins.Plugin | None, int], Platform] = {}
 
 
-def _instance(cls: type[Platform], name: str, plugin: plugins.Plugin | None = None) -> Platform:
-    """One object per class and process. A plugin registers its classes when its platform is constructed."""
-    key = cls, name, plugin
+def _instance(cls: type[Platform], name: str, plugin: plugins.Plugin | None = None, index: int = 0) -> Platform:
+    """One object per device and process. A plugin registers its classes when its platform is constructed."""
+    key = cls, name, plugin, index
     if key in _instances:
         return _instances[key]
     platform = cls()
-    platform.name = name
+    platform.name, platform.index = name, index
     platform.pre_register_and_update()
     if plugin is not None:
         platform.plugin = plugin

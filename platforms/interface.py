@@ -57,6 +57,7 @@ class Platform:
         name: the value of `device=` and `LLM_PLATFORM`; for a plugin, the name of its entry point.
         kind: OOT for a plugin. A class that states it as vLLM's `_enum` gets the `dispatch_key` of that kind.
         device_type: torch's device type.
+        index: which of the devices of its kind, as in `device="cuda:1"`.
         device_name: what `get_device_name` says, unless that is overridden.
         worker_cls: class path of the `ModelRunner` that `check_and_update_config` chose; "": `get_model_runner_cls`'s.
         dispatch_key: the suffix of the `forward_*` method that a `CustomOp` binds.
@@ -69,6 +70,7 @@ class Platform:
     name: str = ""
     kind: PlatformEnum = PlatformEnum.UNSPECIFIED
     device_type: str = ""
+    index: int = 0
     device_name: str = ""
     worker_cls: str = ""
     dispatch_key: str = "native"
@@ -125,7 +127,7 @@ class Platform:
     @property
     def device(self) -> torch.device:
         """Where weights, caches and the tensors of a step are."""
-        return torch.device(self.device_type)
+        return torch.device(self.device_type, self.index) if self.index else torch.device(self.device_type)
 
     def get_device_name(self, device_id: int = 0) -> str:
         """The vendor's name of the device."""

@@ -104,7 +104,7 @@ def make_plan(
         _model_config(args, model, dtypes, memory.max_model_len, _seed(args, reasons)),
         _cache_config(args, memory, kv_dtype),
         scheduler,
-        platform.device_type,
+        str(platform.device),
         backend.invariant[0],
         compilation,
         reasons,
@@ -117,7 +117,7 @@ def make_plan(
     )
     return RunnerPlan(
         config,
-        platform.name,
+        f"{platform.name}:{platform.index}" if platform.index else platform.name,
         *(model.source, model.model_class, model.architecture, model.reader.decoded),
         tuple(specs),
         has_weights=model.has_weights,
@@ -127,6 +127,7 @@ def make_plan(
         logits_processors=tuple(logits_processors),
         rank=tp.rank,
         tp_size=tp.size,
+        device_index=platform.index,
         pooling=model.pooling,
     )
 

@@ -19,13 +19,16 @@ import llm.platforms
 from llm.config import EngineArgs
 from llm.errors import LLMError, ValidationError
 from llm.platforms import BUILTIN, Platform, PlatformEnum, select_platform
-from llm.platforms.accelerator import TorchAccelerator
+from llm.platforms.accelerators import (
+    CudaPlatform,
+    MpsPlatform,
+    RocmPlatform,
+    TorchAccelerator,
+    TpuPlatform,
+    XpuPlatform,
+)
 from llm.platforms.cpu import CpuPlatform
-from llm.platforms.cuda import CudaPlatform
 from llm.platforms.limits import cpu_quota, memory_limits
-from llm.platforms.rocm import RocmPlatform
-from llm.platforms.tpu import TpuPlatform
-from llm.platforms.xpu import XpuPlatform
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {64 * GIB // 1024} kB\nMemFree: 7 kB\nMemAvailable: {48 * GIB // 1024} kB"
@@ -217,9 +220,9 @@ def test_the_cpu_is_chosen(device: str) -> None:
     assert llm.platforms.current_platform is platform is select_platform("cpu")[0]
 
 
-@pytest.mark.parametrize("device", ["cuda:1", "cpuu", "", 3])
+@pytest.mark.parametrize("device", ["cpuu", "gpu:1", "cuda:", "cuda:one", "", 3])
 def test_an_unknown_device_is_refused(device: Any) -> None:
-    with pytest.raises(ValidationError, match=r"is not known.*Known: auto, cuda, rocm, xpu, tpu, cpu") as error:
+    with pytest.raises(ValidationError, match=r"is not known.*Known: auto, cuda, rocm, xpu, mps, tpu, cpu") as error:
         select_platform(device)
     assert (error.value.parameter, error.value.value) == ("device", device)
 
@@ -256,8 +259,18 @@ class FakeModule:
         return "Fake 9000"
 
     @staticmethod
-    def mem_get_info() -> tuple[int, int]:
-        return 3 * GIB, 8 * GIB
+    def mem_get_info(index: int) -> tuple[int, int]:
+        return 3 * GIB, (8 + index) * GIB
+
+    @staticmethod
+    def device_count() -> int:
+        return 2
+
+    @staticmethod
+    def set_device(index: int) -> None:
+        FakeModule.current = index
+
+    current = -1
 
 
 class FakeCuda(CudaPlatform):
@@ -270,15 +283,38 @@ class FakeCuda(CudaPlatform):
         return True
 
 
-def test_a_device_without_kernels_is_described_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_that_can_be_used_is_chosen_and_one_that_cannot_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.platforms, "BUILTIN", (FakeCuda, CpuPlatform))
     platform, reason = select_platform()
+    assert platform.kind is PlatformEnum.CUDA and reason == "Fake 9000 is there"
+    assert (platform.get_device_name(), platform.memory_total(), platform.memory_used()) == (
+        "Fake 9000",
+        8 * GIB,
+        5 * GIB,
+    )
+    monkeypatch.setattr(FakeCuda, "why_not", lambda self: "too old")
+    platform, reason = select_platform()
     assert platform.kind is PlatformEnum.CPU
-    assert reason.startswith("cuda is there (Fake 9000): its kernels come in a later release")
-    with pytest.raises(ValidationError, match="later release"):
+    assert reason == "cuda is there (Fake 9000): too old; a CPU is always there"
+    with pytest.raises(ValidationError, match="device='cuda:1' cannot be used: too old; 'cpu' always can"):
+        select_platform("cuda:1")
+
+
+def test_one_of_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.platforms, "BUILTIN", (FakeCuda, CpuPlatform))
+    first, second = (select_platform(name)[0] for name in ("cuda:0", "cuda:1"))
+    assert first is select_platform("cuda")[0] is not second is select_platform("cuda:1")[0]
+    assert (str(first.device), str(second.device)) == ("cuda:0", "cuda:1")
+    assert (first.memory_total(), second.memory_total()) == (8 * GIB, 9 * GIB)
+    second.set_device(1)
+    assert FakeModule.current == 1
+    with pytest.raises(ValidationError, match="device='cuda:2' cannot be used: devices 0 to 1 can be seen here"):
+        second.set_device(2)
+    # PyTorch for AMD calls its devices cuda.
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(llm.platforms, "BUILTIN", (RocmPlatform, CpuPlatform))
+    with pytest.raises(ValidationError, match="device='cuda' cannot be used: no ROCm device is visible"):
         select_platform("cuda")
-    fake = FakeCuda()
-    assert (fake.get_device_name(), fake.memory_total(), fake.memory_used()) == ("Fake 9000", 8 * GIB, 5 * GIB)
 
 
 def test_when_nothing_is_found_everything_that_was_tried_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,8 +324,9 @@ def test_when_nothing_is_found_everything_that_was_tried_is_told(monkeypatch: py
             return False, "the dog ate it"
 
     monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(FakeCuda, "why_not", lambda self: "too old")
     monkeypatch.setattr(llm.platforms, "BUILTIN", (CudaPlatform, FakeCuda, NoCpu))
-    with pytest.raises(LLMError, match=r"cuda: its kernels.*cpu: the dog ate it; no platform plugin is active"):
+    with pytest.raises(LLMError, match=r"cuda: too old; cpu: the dog ate it; no platform plugin is active"):
         select_platform()
 
 
@@ -298,8 +335,9 @@ def test_every_platform_describes_itself(cls: type[Platform]) -> None:
     is_there, seen = cls.detect()
     assert seen
     platform = cls()
-    assert platform.name and platform.device_type and platform.kind is not PlatformEnum.UNSPECIFIED
-    assert platform.dispatch_key in {"cpu", "cuda", "hip", "xpu", "tpu"}
+    assert platform.name and platform.device_type
+    assert (platform.kind is PlatformEnum.UNSPECIFIED) is (cls is MpsPlatform)  # vLLM has no name for it
+    assert platform.dispatch_key in {"cpu", "cuda", "hip", "xpu", "native", "tpu"}
     assert platform.check_and_update_config(args := EngineArgs("x")) is args
     assert platform.update_kv_cache_specs([]) == []
     assert platform.get_attn_backend_cls(64).startswith("llm.")
@@ -331,10 +369,21 @@ def test_detectors_say_what_they_saw(
     assert cls.detect() == (True, "Fake 9000")
 
 
+def test_apples_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for built, available, seen in (
+        (False, False, "this PyTorch is built without MPS"),
+        (True, False, "no MPS device is visible"),
+        (True, True, "Apple GPU"),
+    ):
+        monkeypatch.setattr(torch.backends.mps, "is_built", lambda built=built: built)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda available=available: available)
+        assert MpsPlatform.detect() == (available, seen)
+
+
 def test_a_tpu_is_found_without_importing_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llm.platforms.tpu.find_spec", lambda name: None)
+    monkeypatch.setattr("llm.platforms.accelerators.find_spec", lambda name: None)
     assert TpuPlatform.detect() == (False, "torch_xla is not installed")
-    monkeypatch.setattr("llm.platforms.tpu.find_spec", lambda name: object())
+    monkeypatch.setattr("llm.platforms.accelerators.find_spec", lambda name: object())
     there = {"/dev/accel0"}
     monkeypatch.setattr(Path, "exists", lambda self: str(self) in there)
     assert TpuPlatform.detect() == (True, "TPU")
