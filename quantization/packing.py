@@ -84,6 +84,19 @@ def unpack_row_pairs(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack(((packed << 4) >> 4, packed >> 4), dim=1).flatten(0, 1)
 
 
+def pack_column_pairs(values: torch.Tensor) -> torch.Tensor:
+    """ModelSlim's W4A16 with one scale per row: byte [n, j] has column 2j in its low nibble, 2j + 1 in its high one.
+
+    Shapes: int8 [N, K] in [-8, 7], K even -> int8 [N, K / 2].
+    """
+    return (values[:, 0::2] & 15) | (values[:, 1::2] << 4)
+
+
+def unpack_column_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_column_pairs`: int8 [N, K / 2] -> int8 [N, K]."""
+    return torch.stack(((packed << 4) >> 4, packed >> 4), dim=2).flatten(1)
+
+
 def pack_deq_scale(scale: torch.Tensor) -> torch.Tensor:
     """ModelSlim's deq_scale for float16 models: int64 whose low 32 bits are those of a float32."""
     return scale.float().view(torch.int32).to(torch.int64) & 0xFFFFFFFF

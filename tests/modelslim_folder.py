@@ -91,9 +91,27 @@ def quantized_parts(kind: str, weight: torch.Tensor, module: str, how: ModelSlim
         if kind in ("W8A8", "W8A8S") and how.version == "1.0.0":
             del parts["weight_scale"], parts["weight_offset"]
         return parts
+    if kind == "W4A16":
+        return weight_only_parts(weight, how)
     if kind != "W4A8_DYNAMIC":
         raise ValueError(kind)
     return two_level_parts(weight, how)
+
+
+def weight_only_parts(weight: torch.Tensor, how: ModelSlimFolder) -> Tensors:
+    """Asymmetric, as msmodelslim writes it: (q - offset) * scale, with int4 in pairs."""
+    rows, columns = weight.shape
+    grouped = weight.view(rows, -1, how.group_size or columns)
+    low, high = grouped.amin(2, keepdim=True).clamp(max=0), grouped.amax(2, keepdim=True).clamp(min=0)
+    scale = (high - low) / 15
+    offset = torch.round(-8 - low / scale)
+    q = (torch.round(grouped / scale) + offset).clamp(-8, 7).view(rows, columns).to(torch.int16)
+    parts = {"weight_scale": scale[..., 0].float(), "weight_offset": offset[..., 0].float()}
+    if how.version == "1.0.0":
+        pairs = (q[0::2], q[1::2]) if how.group_size else (q[:, 0::2], q[:, 1::2])
+        packed = (pairs[0] & 15) | ((pairs[1] & 15) << 4)
+        q = torch.where(packed > 127, packed - 256, packed)
+    return {"weight": q.to(torch.int8), **parts}
 
 
 def two_level_parts(weight: torch.Tensor, how: ModelSlimFolder) -> Tensors:
@@ -147,6 +165,15 @@ def float_weight(parts: Mapping[str, torch.Tensor], kind: str, version: str) -> 
         byte = parts["weight"].to(torch.int16) & 255
         q = torch.stack((byte & 15, byte >> 4), 1).flatten(0, 1)
         q = torch.where(q > 7, q - 16, q).double()
+    if kind == "W4A16":
+        byte = parts["weight"].to(torch.int16) & 255
+        scale, offset = parts["weight_scale"].double(), parts["weight_offset"].double()
+        if version == "1.0.0":
+            q = torch.stack((byte & 15, byte >> 4), 1 if scale.shape[1] > 1 else 2)
+            q = q.flatten(0, 1) if scale.shape[1] > 1 else q.flatten(1)
+            q = torch.where(q > 7, q - 16, q).double()
+        size = q.shape[1] // scale.shape[1]
+        return (q - offset.repeat_interleave(size, 1)) * scale.repeat_interleave(size, 1)
     real = q * parts["weight_scale"].double()
     if "weight_scale_second" in parts:
         second = parts["weight_scale_second"].double()
@@ -162,7 +189,7 @@ def expected_output(parts: Mapping[str, torch.Tensor], kind: str, version: str, 
         xq = (torch.round(x / parts["input_scale"]) + parts["input_offset"]).clamp(-128, 127).double()
         return (xq @ parts["weight"].double().t() + parts["quant_bias"].double()) * deq_scale(parts)
     weight = float_weight(parts, kind, version)
-    if kind in ("FLOAT", "W8A16"):
+    if kind in ("FLOAT", "W8A16", "W4A16"):
         return x.double() @ weight.t() + bias
     groups = x.unflatten(1, (parts["weight_scale_second"].shape[1] if "weight_scale_second" in parts else 1, -1))
     scale = groups.abs().amax(2, keepdim=True) / 127

@@ -28,7 +28,7 @@ class Conversations:
         params: with what constrains the replies.
     """
 
-    prompts: Sequence[TokensPrompt | ParsedPrompt]
+    prompts: Sequence[ParsedPrompt]
     params: ManyParams
     _reader: ReplyReader
     _choice: ToolChoice

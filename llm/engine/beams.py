@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from llm.base.bar import Bar, UseTqdm
 from llm.base.checks import check_integer, refuse
+from llm.config.engine import ModelConfig
 from llm.engine.engine import Engine
 from llm.engine.preprocess import Preprocessor
 from llm.engine.prompts import list_prompts
@@ -132,7 +133,7 @@ class BeamSearches:
     ) -> None:
         config = engine.config.model_config
         check_logprobs_mode(config)
-        _check(params, concurrency_limit, config.vocab_size)
+        _check(params, concurrency_limit, config)
         one_token = SamplingParams(temperature=0.0, max_tokens=1)
         rows = preprocessor.rows(prompts, one_token, SamplingParams)
         asked = params.structured_outputs
@@ -194,7 +195,7 @@ class BeamSearches:
         return {token: item for token, item in tops.items() if fits[token]}
 
 
-def _check(params: BeamSearchParams, concurrency_limit: object, vocab_size: int) -> None:
+def _check(params: BeamSearchParams, concurrency_limit: object, config: ModelConfig) -> None:
     if not isinstance(params, BeamSearchParams):
         refuse("params", type(params).__name__, "a BeamSearchParams")
     params.validate()
@@ -203,8 +204,11 @@ def _check(params: BeamSearchParams, concurrency_limit: object, vocab_size: int)
     if not isinstance(params.structured_outputs, StructuredOutputsParams | None):
         refuse("structured_outputs", params.structured_outputs, "a StructuredOutputsParams or None")
     for token in params.allowed_token_ids or ():
-        if token >= vocab_size:
-            refuse("allowed_token_ids", token, f"below the vocabulary size {vocab_size}")
+        if token >= config.vocab_size:
+            refuse("allowed_token_ids", token, f"below the vocabulary size {config.vocab_size}")
+    if config.max_logprobs != -1 and 2 * params.beam_width > config.max_logprobs:
+        right = f"at most {config.max_logprobs // 2}: a step asks for 2 * beam_width logprobs"
+        refuse("beam_width", params.beam_width, f"{right}, and max_logprobs is {config.max_logprobs}")
 
 
 def _check_room(structure: Structure | None, room: int) -> None:

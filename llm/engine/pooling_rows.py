@@ -87,14 +87,14 @@ class PoolingRows:
         whole = [item if isinstance(item, ParsedPrompt) else ParsedPrompt(None, [0]) for item in parsed]
         encoded = self._preprocessor.tokenize(whole, tokenization)
         rows: list[AnyRow] = []
-        for place, (text, token_ids) in enumerate(encoded):
+        for place, (text, token_ids, dropped) in enumerate(encoded):
             found, own, index = parsed[place], asked[place], place if indices is None else indices[place]
             try:
                 if isinstance(found, ValidationError):
                     raise found
                 pooling = replace(self._pooling(own, by_token), first=first)
                 kept = self._cut(token_ids, text, own, tokenization)
-                row = self._row(text, kept, own, pooling, index, len(token_ids) - len(kept))
+                row = self._row(text, kept, own, pooling, index, dropped + len(token_ids) - len(kept))
                 rows.append(replace(row, cache_salt=found.cache_salt))
             except ValidationError as error:
                 rows.append(RefusedRow(index, error, text))

@@ -18,13 +18,16 @@ from llm.engine.prompts import ParsedPrompt, Tokenization, check_text, list_conv
 from llm.engine.rows import AnyRow, RefusedRow, Row, RowMaker, refuse_too_long, rows_only
 from llm.errors import LLMError, PromptTooLongError, ValidationError
 from llm.inputs import TokensPrompt
+from llm.replies.choice import ToolChoice
+from llm.replies.history import readable, tools_as_text, with_text
+from llm.replies.reader import ReplyReader
 from llm.sampling.logits_processors.builtin import find_thinking_ids
 from llm.sampling.logits_processors.interface import LogitsProcessor, check_request_processors
 from llm.sampling.structured.compile import StructureCompiler
 from llm.sampling.structured.structure import Structure, Vocabulary
 from llm.sampling_params import SamplingParams, StructuredOutputsParams
-from llm.text.replies import ReplyReader, ToolChoice, readable, tools_as_text, with_text
-from llm.text.tokenizer import Tokenizer
+from llm.tokenizer import Tokenizer
+from llm.tokenizer_backends import Truncation
 
 logger = logging.getLogger("llm")
 
@@ -92,13 +95,14 @@ class Preprocessor:
         checked: dict[int, SamplingParams | ValidationError] = {}  # by identity: many rows usually share one object
         rows: list[AnyRow] = []
         parsed = self._without_too_long(parsed, per_row, tokenization, on_too_long)
-        for offset, (text, token_ids) in enumerate(self.tokenize(parsed, tokenization)):
+        for offset, (text, token_ids, dropped) in enumerate(self.tokenize(parsed, tokenization)):
             given, found, index = per_row[offset], parsed[offset], first + offset * stride
             try:
                 if found.error is not None:
                     raise found.error
                 row = maker.make(text, token_ids, self._own_params(given, checked), index)
                 row.cache_salt = found.cache_salt
+                row.num_dropped_tokens += dropped
                 rows.append(row)
             except ValidationError as error:
                 skipped = on_too_long == "skip" and isinstance(error, PromptTooLongError)
@@ -147,7 +151,7 @@ class Preprocessor:
             return [
                 ids if item.token_ids is None else item.token_ids for ids, item in zip(encoded, parsed, strict=True)
             ]
-        return [ids for _, ids in self.tokenize(parsed, Tokenization())]
+        return [ids for _, ids, _ in self.tokenize(parsed, Tokenization())]
 
     def structure(self, given: StructuredOutputsParams) -> Structure:
         """Compile a constraint; raises `ValidationError` if it is not usable."""
@@ -170,7 +174,9 @@ class Preprocessor:
         Raises:
             ValidationError: `messages` is no conversation, an argument is not the template's, or the template raises.
         """
-        return self._encoded(rendered(self.tokenizer, messages, options, template_arguments), tokenization_kwargs)
+        texts = rendered(self.tokenizer, messages, options, template_arguments)
+        encoded = self._encoded(texts, tokenization_kwargs)
+        return [{"prompt": text, "prompt_token_ids": ids} for text, (ids, _) in zip(texts, encoded, strict=True)]
 
     def chat_prompts(
         self,
@@ -182,7 +188,7 @@ class Preprocessor:
         params: object,
         default: Callable[[], SamplingParams],
         choice: ToolChoice | None = None,
-    ) -> list[TokensPrompt | ParsedPrompt]:
+    ) -> list[ParsedPrompt]:
         """As `render_chat`, for rows with these params and this choice; conversations that cannot fit are refused."""
         texts = rendered(self.tokenizer, messages, options, template_arguments, choice)
         per_row = _per_row_params(params, len(texts), default)
@@ -191,16 +197,15 @@ class Preprocessor:
         parsed = self._without_too_long(parsed, per_row, tokenization, on_too_long)
         fitting = [text for text, item in zip(texts, parsed, strict=True) if item.error is None]
         encoded = iter(self._encoded(fitting, tokenization_kwargs))
-        return [next(encoded) if item.error is None else item for item in parsed]
+        return [_tokenized(item, *next(encoded)) if item.error is None else item for item in parsed]
 
-    def _encoded(self, texts: Sequence[str], tokenization_kwargs: object) -> list[TokensPrompt]:
-        """Prompts of rendered conversations."""
+    def _encoded(self, texts: Sequence[str], tokenization_kwargs: object) -> list[tuple[list[int], int]]:
+        """(token ids, how many were cut) of rendered conversations."""
         if self.tokenizer is None:
             raise no_tokenizer("chat needs one; give generate() token ids.")
         tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
         encode = self.tokenizer.encode if tokenization.add_special_tokens else self.tokenizer.encode_rendered
-        encoded = encode([check_text(text) for text in texts], tokenization.truncation)
-        return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)]
+        return _cut_texts(encode, [check_text(text) for text in texts], tokenization.truncation)
 
     def _without_too_long(
         self,
@@ -232,20 +237,26 @@ class Preprocessor:
             self.tokenizer, self._eos_token_ids, template, tool_parser, has_tools, self.reasoning, forces
         )
 
-    def tokenize(self, parsed: list[ParsedPrompt], tokenization: Tokenization) -> list[tuple[str | None, list[int]]]:
-        """(text, token ids) of each prompt; one call of the tokenizer for all texts."""
+    def tokenize(
+        self, parsed: list[ParsedPrompt], tokenization: Tokenization
+    ) -> list[tuple[str | None, list[int], int]]:
+        """(text, token ids, how many were cut) of each prompt; one call of the tokenizer for all texts."""
         texts = [item.text for item in parsed if item.token_ids is None and item.text is not None]
         if texts and self.tokenizer is None:
             raise no_tokenizer("text prompts need one; pass prompt_token_ids.")
-        encoded: Iterator[list[int]] = iter(())
+        encoded: Iterator[tuple[list[int], int]] = iter(())
         if self.tokenizer is not None and texts:
             plain = tokenization.add_special_tokens is False
             encode = self.tokenizer.encode_rendered if plain else self.tokenizer.encode
-            encoded = iter(encode(texts, tokenization.truncation))
-        return [
-            (item.text, next(encoded) if item.token_ids is None else tokenization.cut(item.token_ids))
-            for item in parsed
-        ]
+            encoded = iter(_cut_texts(encode, texts, tokenization.truncation))
+        tokenized = []
+        for item in parsed:
+            if item.token_ids is None:
+                tokenized.append((item.text, *next(encoded)))
+            else:
+                kept = tokenization.cut(item.token_ids)
+                tokenized.append((item.text, kept, item.num_dropped_tokens + len(item.token_ids) - len(kept)))
+        return tokenized
 
     def _check_params(self, params: SamplingParams) -> SamplingParams:
         """Check params against the model and the loaded processors; returns them with bad_words as token ids."""
@@ -339,6 +350,23 @@ def _is_open(given: SamplingParams, row: AnyRow) -> bool:
     """True if the row would be shorter in vLLM, whose max_tokens has another default."""
     is_free = given.max_tokens is None and given.structured_outputs is None
     return is_free and isinstance(row, Row) and (row.params.max_tokens or 0) > _MAX_TOKENS_OF_VLLM
+
+
+def _cut_texts(
+    encode: Callable[[list[str], Truncation | None], list[list[int]]], texts: list[str], cut: Truncation | None
+) -> list[tuple[list[int], int]]:
+    """(token ids, how many were cut) of each text; special tokens at the end of one that is cut stay."""
+    encoded = encode(texts, None)
+    if cut is None:
+        return [(ids, 0) for ids in encoded]
+    long = [place for place, ids in enumerate(encoded) if len(ids) > cut.limit]
+    shorter = dict(zip(long, encode([texts[place] for place in long], cut), strict=True)) if long else {}
+    kept = [shorter.get(place, ids) for place, ids in enumerate(encoded)]
+    return [(own, len(ids) - len(own)) for own, ids in zip(kept, encoded, strict=True)]
+
+
+def _tokenized(prompt: ParsedPrompt, token_ids: list[int], dropped: int) -> ParsedPrompt:
+    return prompt._replace(token_ids=token_ids, num_dropped_tokens=dropped)
 
 
 def _parsed_or_refused(prompt: object) -> ParsedPrompt:
@@ -449,7 +477,7 @@ def _render(tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Map
 @functools.lru_cache(maxsize=64)
 def _warn_of_unread(names: tuple[str, ...], template: str) -> None:
     """Once for many calls with one template."""
-    from llm.text.chat_template import names_read
+    from llm.chat_template import names_read
 
     unread = [name for name in names if name not in names_read(template)]
     if unread:

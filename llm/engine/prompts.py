@@ -28,6 +28,7 @@ class ParsedPrompt(NamedTuple):
     token_ids: list[int] | None
     cache_salt: str | None = None
     error: ValidationError | None = None
+    num_dropped_tokens: int = 0
 
 
 def list_prompts(prompts: object) -> list[object]:

@@ -18,7 +18,7 @@ from llm.errors import LLMError
 from llm.kernels.weight import dequantize
 from llm.loading.weight_map import Target
 from llm.quantization.kv_cache import StaticCacheMethod, has_cache_scales, stored_scale
-from llm.quantization.packing import pack_fp4, pack_row_pairs, pack_to_int32
+from llm.quantization.packing import pack_column_pairs, pack_fp4, pack_row_pairs, pack_to_int32
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.tables import doubled_fp4
 
@@ -327,7 +327,7 @@ def _compressed(weight: IntegerWeight, group: JsonObject) -> dict[str, torch.Ten
 
 
 class ModelSlimWriter:
-    """ModelSlim 1.0.0: int4 in row pairs, W8A8 with quant_bias. W4A16 has no published layout."""
+    """ModelSlim 1.0.0: int4 in row pairs, of W4A16 with one scale per row in column pairs; W8A8 with quant_bias."""
 
     file_stem = "quant_model_weights"
 
@@ -353,9 +353,11 @@ class ModelSlimWriter:
     def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
         parts = dict(layer.floats)
         if layer.weight is not None:
-            grouped = layer.scheme != "W4A8_DYNAMIC" and layer.weight.scale.shape[1] > 1
-            weight = layer.weight
-            if weight.zero is not None or weight.minimum is not None or weight.columns is not None or grouped:
+            weight, weight_only = layer.weight, layer.scheme == "W4A16"
+            grouped = layer.scheme != "W4A8_DYNAMIC" and not weight_only and weight.scale.shape[1] > 1
+            offset = weight.zero is not None and not weight_only
+            others = (weight.minimum, weight.columns, weight.table)
+            if offset or grouped or any(part is not None for part in others):
                 raise LLMError(
                     f"{layer.name}: ModelSlim has no form for {layer.scheme} with groups or zero points; "
                     "quantization={'scheme': ..., 'symmetric': True} leaves zero points out."
@@ -366,16 +368,16 @@ class ModelSlimWriter:
     def _common_group_size(self) -> int:
         sizes = set()
         for layer in self._layers:
-            if layer.scheme in ("W4A16", "W8A16_FP8"):
+            if layer.scheme == "W8A16_FP8":
                 raise LLMError(
                     f"{layer.name} is {layer.scheme}, for which ModelSlim has no published layout; save as "
                     "'compressed-tensors'."
                 )
-            if layer.weight is not None and layer.scheme == "W4A8_DYNAMIC":
+            if layer.weight is not None and layer.scheme in ("W4A8_DYNAMIC", "W4A16"):
                 sizes.add(layer.weight.group_size if layer.weight.scale.shape[1] > 1 else 0)
         if len(sizes) > 1:
             raise LLMError(
-                f"W4A8 layers have groups of {sorted(sizes)} (0: one per row), and ModelSlim knows one size for all; "
+                f"int4 layers have groups of {sorted(sizes)} (0: one per row), and ModelSlim knows one size for all; "
                 "quantize with one group_size, or save as 'compressed-tensors'."
             )
         return sizes.pop() if sizes else 0
@@ -383,6 +385,8 @@ class ModelSlimWriter:
     def _quantized(self, layer: StoredLayer, weight: IntegerWeight) -> dict[str, torch.Tensor]:
         if layer.scheme == "W4A8_DYNAMIC":
             return _two_levels(layer.name, weight)
+        if layer.scheme == "W4A16":
+            return _weight_only_int4(layer.name, weight)
         if layer.scheme == "W8A8":
             return _static(weight, layer.floats.get("bias"))
         return {"weight": weight.q, "weight_scale": weight.scale, "weight_offset": torch.zeros_like(weight.scale)}
@@ -402,6 +406,15 @@ def _static(weight: IntegerWeight, bias: torch.Tensor | None) -> dict[str, torch
         "quant_bias": torch.round(whole).to(torch.int32),
         "deq_scale": deq,
     }
+
+
+def _weight_only_int4(name: str, weight: IntegerWeight) -> dict[str, torch.Tensor]:
+    grouped = weight.scale.shape[1] > 1
+    if weight.q.shape[0 if grouped else 1] % 2:
+        raise LLMError(f"{name} is {list(weight.q.shape)}; ModelSlim packs int4 in pairs.")
+    offset = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero.float()
+    packed = pack_row_pairs(weight.q) if grouped else pack_column_pairs(weight.q)
+    return {"weight": packed, "weight_scale": weight.scale, "weight_offset": offset}
 
 
 def _two_levels(name: str, weight: IntegerWeight) -> dict[str, torch.Tensor]:

@@ -35,7 +35,10 @@ _ROWS: dict[str, _Row] = {
         "compressed-tensors",
     ),
     "ascend": _Row(
-        "ModelSlim: int8, int4, FP8, MXFP8, MXFP4", _INT8, ("w8a8", "w8a8_static", "w8a16", "w4a8"), "modelslim"
+        "ModelSlim: int8, int4, FP8, MXFP8, MXFP4",
+        _INT8,
+        ("w8a8", "w8a8_static", "w8a16", "w4a8", "w4a16"),
+        "modelslim",
     ),
     "gguf": _Row(", ".join(BLOCKS), _FLOAT, ("q8_0", "q4_0", "q4_k", "mxfp4"), "gguf"),
     "gptq": _Row(

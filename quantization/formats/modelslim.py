@@ -6,6 +6,7 @@ not supported are refused by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from llm.quantization.configs.reader import Fields
 from llm.quantization.formats.floats import Float4Storage, Float8Storage
 from llm.quantization.kv_cache import prepare_static_cache
 from llm.quantization.matching import agreed, columns_of
-from llm.quantization.packing import unpack_deq_scale, unpack_row_pairs
+from llm.quantization.packing import unpack_column_pairs, unpack_deq_scale, unpack_row_pairs
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.registry import get_scheme, scheme_types
 from llm.quantization.storage.base import (
@@ -69,7 +70,6 @@ _SAME = {
 }
 _REASONS = {
     "W8A8SC": "its weights are compressed for the NPU",
-    "W4A16": "no published loader defines its bytes; compressed-tensors' pack-quantized stores the same",
 }
 _STATIC_PARTS = ("input_scale", "input_offset", "quant_bias", "deq_scale")
 
@@ -167,6 +167,8 @@ class ModelSlimConfig(QuantizationConfig):
             return Float8Storage((1, 32 if quant_type == "W8A8_MXFP8" else 0))
         if scheme == "W4A16":
             return Float4Storage(torch.uint8, "weight")
+        if quant_type == "W4A16":
+            return WeightOnlyInt4(packed=self.version == PACKED_VERSION)
         if quant_type != "W4A8_DYNAMIC":
             return PerRowInt8()
         grouped = f"{names[0]}.weight_scale_second" in self.types
@@ -415,6 +417,68 @@ class TwoLevelInt4(_RowStorage):
                 f"scale_bias is not 8 times the sum of the weights in {int(wrong.sum())} of {len(wrong)} rows; the "
                 "weights were packed or scaled in another way than the description says."
             )
+
+
+_UNIT = 8  # groups are multiples of so many columns
+
+
+class WeightOnlyInt4(_RowStorage):
+    """W4A16: w = (q4 - weight_offset[n, g]) * weight_scale[n, g], in groups or one per row.
+
+    Args:
+        packed: version 1.0.0, `weight` int8 [N / 2, K] in row pairs, or [N, K / 2] in column pairs where there is one
+            scale per row; else int8 [N, K], one value per byte.
+
+    Tensors: `weight`; `weight_scale`, `weight_offset` [N, G], whose G alone says the size of the groups.
+    """
+
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self._packed = packed
+
+    def create(
+        self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader, ready: Ready
+    ) -> None:
+        rows = sum(sizes)
+        self._columns, self._step = columns, columns // _UNIT
+        whole: int = layer.input_size  # type: ignore[assignment]  # of all ranks
+        if columns % _UNIT:
+            raise CheckpointError(f"W4A16 needs a multiple of {_UNIT} columns, got {columns}.")
+        data = torch.empty(rows, columns, dtype=torch.int8)
+        self._add_rows(layer, "weight", data, converted(loader, lambda t: self._unpacked(t, whole)), input_dim=1)
+        by_unit = converted(loader, lambda t: self._by_unit(t, whole))
+        units = (rows, columns // _UNIT)
+        self._add_rows(layer, "weight_scale", torch.empty(units), checked(by_unit, POSITIVE), input_dim=1)
+        zeros = torch.zeros(units)
+        self._add_rows(layer, "weight_offset", zeros, by_unit, input_dim=1, optional=True, any_dtype=True)
+
+    def _unpacked(self, stored: torch.Tensor, columns: int) -> torch.Tensor:
+        if stored.dim() != 2:
+            raise ValueError(f"has shape {list(stored.shape)}, must have two dimensions")
+        if not self._packed:
+            if stored.numel() and (stored.amin() < -8 or stored.amax() > 7):
+                raise ValueError(f"has values from {int(stored.amin())} to {int(stored.amax())}, must be of 4 bits")
+            return stored
+        return unpack_row_pairs(stored) if stored.shape[1] == columns else unpack_column_pairs(stored)
+
+    def _by_unit(self, stored: torch.Tensor, columns: int) -> torch.Tensor:
+        """One value per group -> one per unit: shards of a fused layer may have groups of their own."""
+        groups = stored.shape[1] if stored.dim() == 2 else 0
+        if not groups or columns // _UNIT % groups:
+            shape = list(stored.shape)
+            raise ValueError(f"has shape {shape}; groups must be multiples of {_UNIT} of {columns} columns")
+        self._step = math.gcd(self._step, columns // _UNIT // groups)
+        return stored.float().repeat_interleave(columns // _UNIT // groups, 1)
+
+    def read(self, layer: nn.Module) -> IntegerWeight:
+        scale, zero = self.take(layer, "weight_scale"), self._offsets(layer, "weight_offset")
+        if zero is not None and (zero.amin() < -8 or zero.amax() > 7):
+            raise CheckpointError(
+                f"weight_offset has values from {zero.amin():g} to {zero.amax():g}, must be of 4 bits."
+            )
+        scale = scale[:, :: self._step].contiguous()
+        zero = None if zero is None else zero[:, :: self._step].contiguous()
+        return IntegerWeight(self.take(layer, "weight"), scale, self._step * _UNIT, 4, zero=zero)
 
 
 def _row_sums(partial: torch.Tensor) -> torch.Tensor:

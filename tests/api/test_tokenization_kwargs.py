@@ -40,6 +40,29 @@ def prompt_ids(llm: LLM, prompt: Any = TEXT, **options: Any) -> list[int] | None
     return output.prompt_token_ids
 
 
+def test_it_is_told_how_many_tokens_were_cut(llm: LLM) -> None:
+    whole, ids = len(prompt_ids(llm) or ()), list(range(5, 15))
+    for options, text, kept in (
+        ({"truncate_prompt_tokens": 4}, 4, 4),
+        ({"truncation": True, "max_length": 6}, 6, 6),
+        ({}, whole, 10),
+    ):
+        outputs = llm.generate([TEXT, ids], ONE, use_tqdm=False, tokenization_kwargs=options)
+        assert [output.num_dropped_tokens for output in outputs] == [whole - text, 10 - kept]
+    [output] = llm.chat(
+        [{"role": "user", "content": TEXT}],
+        ONE,
+        use_tqdm=False,
+        chat_template="{{ messages[0].content }}",
+        tokenization_kwargs={"add_special_tokens": True, "truncate_prompt_tokens": 5},
+    )
+    assert output.num_dropped_tokens == whole - 5
+    [output] = llm.generate(
+        TEXT, SamplingParams(max_tokens=1, truncate_prompt_tokens=3), tokenization_kwargs={"truncate_prompt_tokens": 7}
+    )
+    assert (len(output.prompt_token_ids or ()), output.num_dropped_tokens) == (3, whole - 3)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("limit", [3, 6, 23])

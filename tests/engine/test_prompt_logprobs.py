@@ -17,7 +17,7 @@ import torch
 from embedded import assert_idle, engine_of, open_llm, run
 from kernel_sets import has_kernels
 
-from llm import LLM, RequestOutput, SamplingParams, ValidationError
+from llm import LLM, BeamSearchParams, RequestOutput, SamplingParams, ValidationError
 from llm.jobs.outputs_from_json import output_from_json
 from llm.outputs import FlatLogprobs, Logprob
 from llm.runner import model_runner
@@ -209,6 +209,11 @@ def test_max_logprobs_caps_them_too() -> None:
             with pytest.raises(ValidationError, match="prompt_logprobs must be at most max_logprobs"):
                 run(capped, PROMPTS[1], SamplingParams(prompt_logprobs=count))
         assert run(capped, PROMPTS[1], SamplingParams(prompt_logprobs=3, max_tokens=1))[0].prompt_logprobs is not None
+        with pytest.raises(
+            ValidationError, match="beam_width must be at most 1: a step asks for 2 . beam_width logprobs"
+        ):
+            capped.beam_search(PROMPTS[1], BeamSearchParams(2, 2))
+        assert len(capped.beam_search(PROMPTS[1], BeamSearchParams(1, 2))[0].sequences) == 1
 
 
 def test_flat_logprobs_are_appended_to_as_vllms() -> None:

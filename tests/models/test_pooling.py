@@ -185,7 +185,9 @@ def test_prompts_of_tokens_are_cut_at_the_side_asked_for(embedder: tuple[Path, A
         cut = {"truncation": True, "max_length": 4, "truncation_side": side}
         outputs = llm.embed([[5, 6, 7, 8, 9, 10], [5, 6]], use_tqdm=False, tokenization_kwargs=cut)
     expected = [[5, 6, 7, 8] if side == "right" else [7, 8, 9, 10], [5, 6]]
-    assert [output.prompt_token_ids for output in outputs] == expected
+    assert [(output.prompt_token_ids, output.num_dropped_tokens) for output in outputs] == [
+        (ids, dropped) for ids, dropped in zip(expected, (2, 0), strict=True)
+    ]
 
 
 def test_what_a_file_of_sentence_transformers_leaves_out_has_its_default(tmp_path: Path) -> None:

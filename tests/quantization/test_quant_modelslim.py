@@ -73,6 +73,10 @@ CASES = {
     "int4-old": ("W4A8_DYNAMIC", ModelSlimFolder(layers_are("W4A8_DYNAMIC"), version="0", group_size=32)),
     "int4-old-channel": ("W4A8_DYNAMIC", ModelSlimFolder(layers_are("W4A8_DYNAMIC"), version="0")),
     "int4-new": ("W4A8_DYNAMIC", ModelSlimFolder(layers_are("W4A8_DYNAMIC"), group_size=16)),
+    "int4-weight-only": ("W4A16", ModelSlimFolder(layers_are("W4A16"), group_size=16)),
+    "int4-weight-only-channel": ("W4A16", ModelSlimFolder(layers_are("W4A16"))),
+    # Its description says nothing of groups.
+    "int4-weight-only-old": ("W4A16", ModelSlimFolder(layers_are("W4A16"), "0", 32, extra={"group_size": 0})),
     "int4-new-channel": ("W4A8_DYNAMIC", ModelSlimFolder(layers_are("W4A8_DYNAMIC"))),
 }
 
@@ -112,6 +116,24 @@ def test_the_comparison_sees_a_wrong_weight(write: Writer) -> None:
     )
     with open_llm(folder, skip_tokenizer_init=True) as llm:
         assert worst_error(llm, written, "W4A8_DYNAMIC", "1.0.0") > 0.1
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "says"),
+    [
+        ("weight_scale", torch.ones(64, 3), r"has shape \[64, 3\]; groups must be multiples of 8 of 64 columns"),
+        ("weight_scale", torch.zeros(64, 4), "must be positive and finite"),
+        ("weight_offset", torch.full((64, 4), 9.0), "weight_offset has values from 9 to 9, must be of 4 bits"),
+        ("weight", torch.zeros(4, dtype=torch.int8), r"has shape \[4\], must have two dimensions"),
+        ("weight", torch.zeros(64, 64, dtype=torch.int8), r"has shape \[128, 64\], the model needs \[64, 64\]"),
+    ],
+)
+def test_weight_only_tensors_that_make_no_sense(part: str, value: torch.Tensor, says: str, write: Writer) -> None:
+    folder, written = write(CASES["int4-weight-only"][1])
+    written[f"model.layers.1.self_attn.o_proj.{part}"] = value
+    save_file(written, folder / "quant_model_weights.safetensors")
+    with pytest.raises(CheckpointError, match=says):
+        LLM(folder, skip_tokenizer_init=True)
 
 
 def test_swapped_nibbles_are_caught_by_scale_bias(write: Writer) -> None:
@@ -221,8 +243,7 @@ def test_what_is_not_computed_is_refused(case: str, write: Writer) -> None:
     [
         ("W8A8SC", r"W8A8SC \(its weights are compressed for the NPU\)"),
         ("W4A4_FLATQUANT_DYNAMIC", "stored as W4A4_FLATQUANT_DYNAMIC, which is not computed for linear layers"),
-        ("W4A4_MXFP4_FLATQUANT", "computed are W8A8_DYNAMIC, W8A8_MIX, W8A8, W4A8_DYNAMIC, W8A16, WFP8AFP8_DYNAMIC"),
-        ("W4A16", r"W4A16 \(no published loader"),
+        ("W4A4_MXFP4_FLATQUANT", "computed are W8A8_DYNAMIC, W8A8_MIX, W8A8, W4A8_DYNAMIC, W8A16, W4A16, WFP8AFP8"),
         ("NF4", "stored as NF4"),
     ],
 )

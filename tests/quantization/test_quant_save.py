@@ -54,11 +54,6 @@ def answers(llm: LLM, prompts: Any = PROMPT) -> list[Any]:
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "w4a8", "w4a16", "w8a8_static"])
 def test_the_embedded_model_comes_back_bit_for_bit(scheme: str, format: str, tmp_path: Path) -> None:
     """Tied embeddings, and a tokenizer to copy."""
-    if scheme == "w4a16" and format == "modelslim":
-        with open_llm(quantization=scheme) as llm, pytest.raises(LLMError, match="no published layout"):
-            llm.save_quantized(tmp_path / "saved", format)
-        assert list(tmp_path.iterdir()) == []
-        return
     calibration = TEXTS if scheme == "w8a8_static" else None
     asked = {"scheme": scheme, "rotate": format != "modelslim", "symmetric": format == "modelslim"}
     with open_llm(quantization=asked, calibration=calibration) as llm:
