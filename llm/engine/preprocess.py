@@ -18,16 +18,13 @@ from llm.engine.prompts import ParsedPrompt, Tokenization, check_text, list_conv
 from llm.engine.rows import AnyRow, RefusedRow, Row, RowMaker, refuse_too_long, rows_only
 from llm.errors import LLMError, PromptTooLongError, ValidationError
 from llm.inputs import TokensPrompt
-from llm.replies.choice import ToolChoice
-from llm.replies.history import readable, tools_as_text, with_text
-from llm.replies.reader import ReplyReader
 from llm.sampling.logits_processors.builtin import find_thinking_ids
 from llm.sampling.logits_processors.interface import LogitsProcessor, check_request_processors
 from llm.sampling.structured.compile import StructureCompiler
 from llm.sampling.structured.structure import Structure, Vocabulary
 from llm.sampling_params import SamplingParams, StructuredOutputsParams
-from llm.tokenizer import Tokenizer
-from llm.tokenizer_backends import Truncation
+from llm.text.replies import ReplyReader, ToolChoice, readable, tools_as_text, with_text
+from llm.text.tokenizer import Tokenizer, Truncation
 
 logger = logging.getLogger("llm")
 
@@ -477,7 +474,7 @@ def _render(tokenizer: Tokenizer, conversation: list[JsonObject], arguments: Map
 @functools.lru_cache(maxsize=64)
 def _warn_of_unread(names: tuple[str, ...], template: str) -> None:
     """Once for many calls with one template."""
-    from llm.chat_template import names_read
+    from llm.text.chat_template import names_read
 
     unread = [name for name in names if name not in names_read(template)]
     if unread:
