@@ -209,9 +209,7 @@ def test_max_logprobs_caps_them_too() -> None:
             with pytest.raises(ValidationError, match="prompt_logprobs must be at most max_logprobs"):
                 run(capped, PROMPTS[1], SamplingParams(prompt_logprobs=count))
         assert run(capped, PROMPTS[1], SamplingParams(prompt_logprobs=3, max_tokens=1))[0].prompt_logprobs is not None
-        with pytest.raises(
-            ValidationError, match="beam_width must be at most 1: a step asks for 2"
-        ):
+        with pytest.raises(ValidationError, match="beam_width must be at most 1: a step asks for 2"):
             capped.beam_search(PROMPTS[1], BeamSearchParams(2, 2))
         assert len(capped.beam_search(PROMPTS[1], BeamSearchParams(1, 2))[0].sequences) == 1
 
