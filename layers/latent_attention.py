@@ -23,7 +23,7 @@ from llm.layers.linear import ColumnParallelLinear, LinearBase
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.quantization.absorbed import AbsorbedLinearMethod, AbsorbedWeight
 from llm.quantization.base import LinearMethodBase, QuantizationConfig
-from llm.quantization.schemes.method import IntegerMethod
+from llm.quantization.schemes import IntegerMethod
 from llm.quantization.unquantized import UnquantizedLinearMethod
 
 # Of a token in a quantized cache: of its latent and of its rotated key.

@@ -100,7 +100,7 @@ class LLM:
             converted to it. A CPU computes in float32, except that with "bfloat16" a processor with AMX rounds the
             inputs of GEMMs to bfloat16: prefill and batches then take two thirds of the time.
         quantization: "w8a8", "w4a8", "w8a16", "w4a16", "fp8", "mxfp4", "nf4", or GGUF's "q8_0", "q4_0", "q4_k":
-            quantize the weights while they are loaded; a dict chooses per layer (`llm.quantization.configs.online`).
+            quantize the weights while they are loaded; a dict chooses per layer (`llm.quantization.on_load`).
             None: as the checkpoint says. The format of a quantized checkpoint may be named: "compressed-tensors",
             "gptq", "awq" and others.
         calibration: texts that are first run through the unquantized model to collect statistics of each layer's

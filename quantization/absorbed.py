@@ -17,7 +17,7 @@ from torch import nn
 from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import Weight, kind_of
 from llm.quantization.base import LinearMethodBase, WeightLoader
-from llm.quantization.schemes.method import IntegerMethod
+from llm.quantization.schemes import IntegerMethod
 from llm.quantization.unquantized import new_parameter
 
 _OPERATIONS = ("heads_linear", "write_latent_cache", "latent_attention")

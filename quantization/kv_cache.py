@@ -13,7 +13,7 @@ from torch import nn
 
 from llm.errors import CheckpointError, LLMError
 from llm.quantization.base import QuantizeMethodBase, StaticCache
-from llm.quantization.storage.base import POSITIVE, checked
+from llm.quantization.storage import POSITIVE, checked
 from llm.quantization.unquantized import new_parameter
 
 # In the order of the rows of `static_scales` (kernels/reference/quantized_cache.py).

@@ -1,11 +1,13 @@
-"""How checkpoints pack small integers: packing and unpacking, bit for bit.
+"""How checkpoints pack small integers, bit for bit, and the values that codes of 4 bits stand for.
 
-Owns the byte layouts of files. The layout of weights in memory is the kernels' (`pack` of a backend).
+These are the byte layouts of files; the layout of weights in memory is the kernels' (`pack` of a backend).
 """
 
 from __future__ import annotations
 
 import torch
+
+from llm.kernels.reference.quantize_forms import NF4
 
 INT4_MIN, INT4_MAX = -8, 7
 
@@ -105,3 +107,17 @@ def pack_deq_scale(scale: torch.Tensor) -> torch.Tensor:
 def unpack_deq_scale(stored: torch.Tensor) -> torch.Tensor:
     """float32 from either storage form: float32, or int64 with the bits of a float32."""
     return stored.to(torch.int32).view(torch.float32) if stored.dtype == torch.int64 else stored.float()
+
+
+# e2m1: a sign, then 0, 0.5, 1, 1.5, 2, 3, 4 or 6.
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def nf4() -> torch.Tensor:
+    """The value of each code, in ascending order."""
+    return torch.tensor(NF4)
+
+
+def doubled_fp4() -> torch.Tensor:
+    """Twice the value of each code, by the code; -0 is 0."""
+    return torch.tensor([2 * value for value in _FP4] + [0.0 - 2 * value for value in _FP4])

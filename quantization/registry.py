@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 
 from llm.errors import LLMError, ValidationError, nearest
 from llm.quantization.base import QuantizationConfig
-from llm.quantization.schemes.method import IntegerMethod
-from llm.quantization.schemes.table import SCHEMES
+from llm.quantization.schemes import SCHEMES, IntegerMethod
 
 C = TypeVar("C", bound=type)
 
 _BUILTIN_CONFIGS: dict[str, str] = {
-    "compressed-tensors": "llm.quantization.configs.compressed_tensors:CompressedTensorsConfig",
+    "compressed-tensors": "llm.quantization.formats.compressed_tensors:CompressedTensorsConfig",
     "ascend": "llm.quantization.formats.modelslim:ModelSlimConfig",
     "gguf": "llm.quantization.formats.gguf:GGUFConfig",
     "gptq": "llm.quantization.formats.gptq:GPTQConfig",

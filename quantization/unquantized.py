@@ -29,11 +29,9 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         backend = backend_of_construction()
         self.invariant = backend.computes("linear")
         self._packs = any(backend.computes(name) for name in ("pack", "linear", "embedding"))
-        self._pack = backend.op("pack")
+        self._ops = backend.ops
         self._arriving = backend.arriving_rows
-        self._kernel = backend.op("linear")
         self.linear = linear  # until the weight is packed
-        self._embedding = backend.op("embedding")
         self.kernel = backend.source("linear")
         self._keep = construction().weights.keep
         self._rounds_input = may_round and construction().may_round and backend.rounds_bf16_inputs
@@ -66,13 +64,13 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         if not self._packs or layer.packed_weight is not None:
             return
         arriving = _arriving_rows(layer.weight)
-        packed = self._pack(layer.weight.data, reuse=True) if arriving is None else arriving.finish()
+        packed = self._ops.pack(layer.weight.data, reuse=True) if arriving is None else arriving.finish()
         data = self._keep(getattr(layer, "prefix", ""), packed.data)
         layer.weight = nn.Parameter(data, requires_grad=False)
         # The packed weight shares the parameter: freeing the parameter's memory frees it.
         activations = "bfloat16" if self._rounds_input and packed.kind == "bfloat16" else "float"
         layer.packed_weight = replace(packed, data=layer.weight, activations=activations)
-        self.linear = self._kernel
+        self.linear = self._ops.linear
         if getattr(layer, "bias", None) is not None:
             layer.bias.data = layer.bias.data.float()
 
@@ -94,7 +92,7 @@ class UnquantizedEmbeddingMethod(UnquantizedLinearMethod, EmbeddingMethodBase):
         weight: Weight | None = layer.packed_weight
         if weight is None:
             return embedding(token_ids, pack(layer.weight))
-        return self._embedding(token_ids, weight)
+        return self._ops.embedding(token_ids, weight)
 
 
 def left_alone(kind: str, source: str, reason: str) -> UnquantizedLinearMethod:

@@ -22,7 +22,7 @@ from llm.layers.parallel import TensorParallel
 from llm.loading.sentence_transformers import SentenceModules
 from llm.loading.source import ModelSource
 from llm.models.interface import BuildOptions
-from llm.quantization.storage.on_load import ActivationStatistics
+from llm.quantization.on_load import ActivationStatistics
 from llm.sampling.logits_processors.interface import LogitsProcessor
 
 QWEN3_RERANKER = "qwen3_reranker"

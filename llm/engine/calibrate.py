@@ -14,7 +14,7 @@ from llm.base.text import list_names
 from llm.engine.engine import Engine
 from llm.engine.preprocess import Preprocessor
 from llm.inputs import PromptType
-from llm.quantization.storage.on_load import ActivationStatistics
+from llm.quantization.on_load import ActivationStatistics
 from llm.sampling_params import SamplingParams
 
 logger = logging.getLogger("llm")

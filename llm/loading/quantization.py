@@ -15,9 +15,9 @@ from llm.errors import CheckpointError, UnsupportedModelError, ValidationError, 
 from llm.loading.model_files import read_json
 from llm.loading.unsupported import schemes_instead
 from llm.quantization.base import QuantizationConfig
-from llm.quantization.configs.online import RECIPES, OnlineConfig
-from llm.quantization.configs.requantize import RequantizeConfig
+from llm.quantization.on_load import RECIPES, OnlineConfig
 from llm.quantization.registry import ALIASES, get_quantization_config, plugin_configs, quantization_methods
+from llm.quantization.requantize import RequantizeConfig
 
 _DESCRIPTION_BYTES = 256 << 20
 # Keys of config.json under which checkpoints describe how they were quantized.

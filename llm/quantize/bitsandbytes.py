@@ -11,8 +11,8 @@ import torch
 
 from llm.base.types import JsonObject
 from llm.errors import LLMError
+from llm.quantization.packing import nf4
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.tables import nf4
 from llm.quantize.formats import StoredLayer
 
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -88,7 +88,7 @@ def table(
 ) -> Iterator[str]:
     """The lines of a Markdown table: the unquantized model, then each scheme compared with it; also in `measured`."""
     from llm.llm import EMBEDDED_MODEL, LLM
-    from llm.quantization.configs.online import RECIPES
+    from llm.quantization.on_load import RECIPES
     from llm.quantize.measure import agreement, common_prefix, greedy_tokens, prompts_from, score_texts
 
     for scheme in schemes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from llm.base.checks import refuse
 from llm.base.optional import optional_package
 from llm.base.text import show
-from llm.quantization.configs.online import RECIPES
+from llm.quantization.on_load import RECIPES
 from llm.quantize.measure import TextScores, change_interval, measure_speed, perplexity_interval, score_texts
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llm.kernels.reference.gguf_blocks import BLOCKS
-from llm.quantization.configs.online import RECIPES
 from llm.quantization.formats.gptq import BITS
+from llm.quantization.on_load import RECIPES
 from llm.quantization.registry import builtin_methods
 from llm.quantize.save import FORMATS
 

@@ -135,7 +135,7 @@ class ModelAdapters:
         name = "head_adapters" if target.is_head else "adapters"
         found: LayerAdapters | None = getattr(target.layer, name)
         if found is None:
-            operation = self._backend.op("lora_embedding" if is_lookup else "lora")
+            operation = self._backend.ops.lora_embedding if is_lookup else self._backend.ops.lora
             found = LayerAdapters(self.logit_rows if target.is_head else self.tokens, operation)
             setattr(target.layer, name, found)
             width = target.layer.output_size if isinstance(target.layer, LinearBase) else target.channels

@@ -31,9 +31,9 @@ from llm.layers.linear import LinearBase
 from llm.layers.moe import FusedMoE
 from llm.quantization.absorbed import AbsorbedLinearMethod
 from llm.quantization.base import QuantizationConfig
+from llm.quantization.on_load import ActivationStatistics, QuantizeOnLoad
 from llm.quantization.quantizer import decibels, far_layers
-from llm.quantization.storage.on_load import ActivationStatistics, QuantizeOnLoad
-from llm.quantization.storage.requantized import Requantized
+from llm.quantization.requantize import Requantized
 
 # Channels per block of the second moment: a matrix over all channels would be larger than the model.
 _RUN, _RUN_MULTIPLE = 1024, 128

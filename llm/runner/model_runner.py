@@ -46,7 +46,7 @@ from llm.loading.weight_file import WeightFile
 from llm.loading.weight_map import Target, stored_name
 from llm.models.eagle3 import Eagle3ForCausalLM
 from llm.platforms.interface import Platform
-from llm.quantization.storage.on_load import ActivationStatistics
+from llm.quantization.on_load import ActivationStatistics
 from llm.runner.adapters import ModelAdapters
 from llm.runner.batch import InputBatch, StepInput
 from llm.runner.inspection import (

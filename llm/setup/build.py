@@ -20,7 +20,7 @@ from llm.kernels.select import backend_for
 from llm.platforms import Platform, select_platform
 from llm.platforms.limits import told_of_memory
 from llm.plugins import load_class, load_general_plugins
-from llm.quantization.configs.online import OnlineConfig
+from llm.quantization.on_load import OnlineConfig
 from llm.runner.model_runner import ModelRunner
 from llm.sampling.logits_processors.pipeline import load_logits_processors
 from llm.sampling_params import SamplingParams

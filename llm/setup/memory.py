@@ -37,9 +37,9 @@ from llm.models.decoder import DecoderConfig, LatentAttentionConfig
 from llm.models.interface import BuildOptions
 from llm.platforms import Platform
 from llm.quantization.base import QuantizationConfig
-from llm.quantization.configs.online import RECIPES, OnlineConfig
-from llm.quantization.schemes.method import IntegerMethod
-from llm.quantization.storage.streamed import StreamedStorage
+from llm.quantization.on_load import RECIPES, OnlineConfig
+from llm.quantization.schemes import IntegerMethod
+from llm.quantization.storage import StreamedStorage
 from llm.runner.inspection import count_model
 from llm.setup.source import ReadModel
 

@@ -44,9 +44,9 @@ from llm.platforms import Platform
 from llm.platforms.interface import supported_dtypes
 from llm.pooling_params import PoolerConfig
 from llm.quantization.base import QuantizationConfig
-from llm.quantization.configs.online import OnlineConfig
-from llm.quantization.configs.requantize import RequantizeConfig
 from llm.quantization.formats.gguf import GGUFConfig
+from llm.quantization.on_load import OnlineConfig
+from llm.quantization.requantize import RequantizeConfig
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling_params import SamplingParams
 from llm.setup.extensions import kv_cache_specs

@@ -19,7 +19,7 @@ from llm.kernels.select import backend_for
 from llm.loading.headers import without_weights
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
-from llm.quantization.configs.online import OnlineConfig
+from llm.quantization.on_load import OnlineConfig
 from llm.setup.extensions import let_platform_update, without_broken_platforms
 from llm.setup.memory import ModelSizes
 from llm.setup.plan import make_plan, weight_bytes_in_memory

@@ -17,13 +17,11 @@ from torch import nn
 
 from llm.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, WeightLoader
-from llm.quantization.configs.reader import Fields
-from llm.quantization.matching import agreed
+from llm.quantization.description import Fields, agreed
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.registry import get_scheme
-from llm.quantization.schemes.method import IntegerMethod
-from llm.quantization.schemes.table import SCHEMES
-from llm.quantization.storage.base import FINITE, NOT_NEGATIVE, Ready, WeightStorage, check_scales
+from llm.quantization.schemes import SCHEMES, IntegerMethod
+from llm.quantization.storage import FINITE, NOT_NEGATIVE, Ready, WeightStorage, check_scales
 from llm.quantization.unquantized import left_alone
 
 _SOURCE = "bitsandbytes"

@@ -20,13 +20,12 @@ from llm.base.text import show
 from llm.errors import CheckpointError, UnsupportedModelError
 from llm.kernels.weight import has_nan_codes
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, StaticCache, WeightLoader
-from llm.quantization.configs.reader import Fields
+from llm.quantization.description import Fields, agreed
 from llm.quantization.kv_cache import prepare_static_cache
-from llm.quantization.matching import agreed
-from llm.quantization.packing import unpack_fp4
+from llm.quantization.packing import doubled_fp4, unpack_fp4
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.registry import get_scheme
-from llm.quantization.storage.base import (
+from llm.quantization.storage import (
     NOT_NEGATIVE,
     POSITIVE,
     Ready,
@@ -35,7 +34,6 @@ from llm.quantization.storage.base import (
     expand_slots,
     scale_values,
 )
-from llm.quantization.tables import doubled_fp4
 from llm.quantization.unquantized import left_alone
 
 _SOURCE = "fp8"

@@ -21,14 +21,12 @@ from llm.kernels.reference.gguf_blocks import BLOCKS
 from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import LEAST
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase
-from llm.quantization.configs.reader import Fields
-from llm.quantization.matching import columns_of
+from llm.quantization.description import Fields, columns_of
+from llm.quantization.packing import doubled_fp4
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.registry import get_scheme
-from llm.quantization.schemes.method import IntegerMethod
-from llm.quantization.schemes.table import SCHEMES
-from llm.quantization.storage.streamed import StreamedStorage
-from llm.quantization.tables import doubled_fp4
+from llm.quantization.schemes import SCHEMES, IntegerMethod
+from llm.quantization.storage import StreamedStorage
 from llm.quantization.unquantized import left_alone
 
 _SOURCE = "GGUF"
@@ -166,7 +164,7 @@ class GgufStorage(StreamedStorage):
         super().__init__(
             4 if self.kind == "int4" else 8, min(block.group for block in blocks), has_minimum, torch.uint8
         )
-        self._decode = backend_of_construction().op("decode_blocks")
+        self._decode = backend_of_construction().ops.decode_blocks
 
     def fill(self, weight: IntegerWeight, rows: slice, loaded: torch.Tensor, shard: int) -> None:
         kind = self.types[shard % len(self.types)]

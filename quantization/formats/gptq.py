@@ -17,14 +17,12 @@ from torch import nn
 from llm.base.text import show
 from llm.errors import CheckpointError, UnsupportedModelError
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, WeightLoader
-from llm.quantization.configs.reader import Fields
-from llm.quantization.matching import agreed, columns_of, matches
+from llm.quantization.description import Fields, agreed, columns_of, matches
 from llm.quantization.packing import packed_words, unpack_awq, unpack_from_int32
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.registry import get_scheme
-from llm.quantization.schemes.method import IntegerMethod
-from llm.quantization.schemes.table import SCHEMES
-from llm.quantization.storage.base import NOT_0, Ready, WeightStorage, order_of_groups
+from llm.quantization.schemes import SCHEMES, IntegerMethod
+from llm.quantization.storage import NOT_0, Ready, WeightStorage, order_of_groups
 from llm.quantization.unquantized import left_alone
 
 _WHERE = "gptq: quantization_config"

@@ -13,7 +13,7 @@ from embedded import copy_model, open_llm
 
 from llm import SamplingParams
 from llm.errors import LLMError
-from llm.quantization.matching import matches
+from llm.quantization.description import matches
 
 INFINITE = float("inf")
 

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from llm import LLM
 from llm.cli import main
 from llm.llm import EMBEDDED_MODEL
+from llm.quantization import on_load
 from llm.quantization.quantizer import Quantized
-from llm.quantization.storage import on_load
 from llm.quantize import measure
 from llm.quantize.command import Measured, proposal
 from llm.quantize.measure import (

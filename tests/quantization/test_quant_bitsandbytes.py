@@ -19,8 +19,8 @@ from test_quant_words import deviation, held, put
 
 from llm import LLM, SamplingParams
 from llm.errors import CheckpointError, LLMError
+from llm.quantization.packing import nf4
 from llm.quantization.quantizer import IntegerWeight, quantize_weight_as
-from llm.quantization.tables import nf4
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "bitsandbytes"
 DIGESTS = json.loads((FIXTURES / "digests.json").read_text())

@@ -24,8 +24,8 @@ from llm.errors import CheckpointError, LLMError, UnsupportedModelError, Validat
 from llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from llm.layers.parallel import TensorParallel
 from llm.quantization.formats.floats import Fp8Config
+from llm.quantization.packing import doubled_fp4
 from llm.quantization.quantizer import quantize_weight_as
-from llm.quantization.tables import doubled_fp4
 from llm.quantization.unquantized import UnquantizedLinearMethod
 
 Tensors = dict[str, torch.Tensor]

@@ -30,8 +30,7 @@ from llm.kernels.weight import Weight, dequantize
 from llm.llm import EMBEDDED_MODEL
 from llm.platforms import current_platform
 from llm.quantization import quantizer
-from llm.quantization.configs.budget import Unit, add_layer, share
-from llm.quantization.configs.online import RECIPES, OnlineConfig
+from llm.quantization.on_load import RECIPES, OnlineConfig, QuantizeOnLoad, Unit, add_layer, share
 from llm.quantization.quantizer import (
     IntegerWeight,
     decibels,
@@ -41,7 +40,6 @@ from llm.quantization.quantizer import (
     signal_to_noise,
     static_activation,
 )
-from llm.quantization.storage.on_load import QuantizeOnLoad
 from llm.setup import own_texts
 
 TEXTS = ["In the beginning God created the heaven and the earth.", "And it came to pass in those days, that"]

@@ -18,11 +18,9 @@ from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.platforms.cpu import CpuPlatform
 from llm.quantization import registry
 from llm.quantization.base import FusedMoEMethodBase, KVCacheMethod, LinearMethodBase, QuantizationConfig, WeightLoader
-from llm.quantization.configs.online import RECIPES
+from llm.quantization.on_load import RECIPES, QuantizeOnLoad
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.schemes.method import IntegerMethod
-from llm.quantization.schemes.table import SCHEMES
-from llm.quantization.storage.on_load import QuantizeOnLoad
+from llm.quantization.schemes import SCHEMES, IntegerMethod
 from llm.quantization.unquantized import new_parameter
 from llm.setup import build as startup
 

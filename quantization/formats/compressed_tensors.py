@@ -1,14 +1,10 @@
-"""compressed-tensors: config.json's `quantization_config` -> a scheme per layer.
-
-Owns reading the format's description (groups, targets, presets, formats) and refusing what is not supported.
-`storage/compressed_tensors.py` reads the tensors.
-"""
+"""compressed-tensors: config.json's `quantization_config` -> a scheme per layer, and the tensors of its integers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -16,17 +12,25 @@ from torch import nn
 from llm.base.text import clip, list_names, show
 from llm.errors import CheckpointError, UnsupportedModelError
 from llm.kernels.reference.rotation import check_block
-from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, StaticCache
-from llm.quantization.configs.compressed_args import SOURCE, QuantizationArgs, preset
-from llm.quantization.configs.reader import Fields
+from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, StaticCache, WeightLoader
+from llm.quantization.description import Fields, agreed, columns_of, matches
 from llm.quantization.formats.floats import Float4Storage, Float8Storage
 from llm.quantization.kv_cache import prepare_static_cache
-from llm.quantization.matching import agreed, columns_of, matches
+from llm.quantization.packing import packed_words, unpack_from_int32
+from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.registry import get_scheme
-from llm.quantization.storage.base import WeightStorage
-from llm.quantization.storage.compressed_tensors import CompressedTensorsStorage
+from llm.quantization.storage import (
+    POSITIVE,
+    Ready,
+    WeightStorage,
+    check_scales,
+    expand_slots,
+    order_of_groups,
+    whole_offset,
+)
 from llm.quantization.unquantized import left_alone
 
+SOURCE = "compressed-tensors"
 _WHERE = f"{SOURCE}: quantization_config"
 _KEYS = frozenset(
     """quant_method format quantization_status config_groups ignore kv_cache_scheme global_compression_ratio
@@ -383,3 +387,245 @@ def _check_inputs(name: str, inputs: QuantizationArgs) -> None:
 
 def _refuse(what: str) -> NoReturn:
     raise UnsupportedModelError(f"{SOURCE}: {what}.")
+
+
+# Keys of a group's weights and activations. Those that matter only while quantizing are accepted and not read.
+_ARGS_KEYS = frozenset(
+    """num_bits type symmetric group_size strategy block_structure dynamic actorder observer observer_kwargs scale_dtype
+    zp_dtype""".split()
+)
+
+
+@dataclass(frozen=True)
+class QuantizationArgs:
+    """The fields of compressed_tensors.quantization.QuantizationArgs that loading needs; `dynamic` may be "local"."""
+
+    num_bits: int = 8
+    type: str = "int"
+    symmetric: bool = True
+    group_size: int | None = None
+    strategy: str = "tensor"
+    dynamic: bool | str = False
+    actorder: str | None = None
+    block: tuple[int, int] | None = None
+
+    @classmethod
+    def parse(cls, group: Fields, key: str) -> QuantizationArgs | None:
+        given = group.part(key, _ARGS_KEYS)
+        if given is None:
+            return None
+        size = given.optional_integer("group_size")
+        strategy = clip(
+            given.string("strategy", "tensor" if size is None else "channel" if size == -1 else "group"), 40
+        )
+        if strategy == "group" and (size is None or size < 1):
+            raise CheckpointError(f"{given.where} has strategy 'group' and group_size {size}.")
+        dynamic = given.given.get("dynamic", False)
+        actorder = given.given.get("actorder")
+        return cls(
+            given.integer("num_bits", 8),
+            clip(given.string("type", "int"), 40),
+            given.boolean("symmetric", True),
+            size,
+            strategy,
+            clip(dynamic, 40) if isinstance(dynamic, str) else given.boolean("dynamic", False),
+            # The first releases of compressed-tensors wrote true for "group".
+            "group" if actorder is True else None if actorder is False else given.optional_string("actorder"),
+            _block(given) if strategy == "block" else None,
+        )
+
+    @property
+    def kind(self) -> str:
+        """A key of `_FORMATS`, or what there is none of."""
+        return self.type if self.type == "int" else f"{self.type}{self.num_bits}"
+
+
+def _block(given: Fields) -> tuple[int, int]:
+    """[rows, columns], or "128x128"."""
+    value = given.given.get("block_structure")
+    parts = value.split("x") if isinstance(value, str) and len(value) < 40 else value
+    if isinstance(parts, list) and len(parts) == 2:
+        sizes = [
+            int(item) if isinstance(item, int) or (isinstance(item, str) and item.isdecimal()) else 0 for item in parts
+        ]
+        if all(1 <= size < 1 << 20 for size in sizes):
+            return sizes[0], sizes[1]
+    raise given.error("block_structure", "the rows and columns of a block")
+
+
+_FLOATS: dict[str, dict[str, object]] = {
+    "FP8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    "FP8_DYNAMIC": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    "FP8_BLOCK": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+    "MXFP8": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32},
+    "MXFP8A16": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32},
+    "MXFP4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+    "MXFP4A16": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+    "NVFP4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    "NVFP4A16": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    "W4AFP8": {"num_bits": 4, "group_size": 128, "strategy": "group"},
+}
+_INT8_TOKEN: dict[str, object] = {"num_bits": 8, "strategy": "token", "dynamic": True}
+_INT8_PRESET: dict[str, object] = {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": _INT8_TOKEN}
+
+
+def preset(name: str) -> dict[str, object]:
+    """A preset of compressed_tensors.quantization.quant_scheme; groups of integers are of 128.
+
+    Activations of floats are left out: they are not quantized here.
+    """
+    if name in ("W8A8", "INT8"):
+        return dict(_INT8_PRESET)
+    if name == "UNQUANTIZED":
+        return {}
+    if name in _FLOATS:
+        return {"weights": _FLOATS[name]}
+    integer = {f"W{bits}A{act}" for bits in range(2, 9) for act in (8, 16)} | {"W4A16_ASYM"}
+    if name not in integer:
+        raise UnsupportedModelError(
+            f"{SOURCE}: the preset {show(name)} is not computed; computed are "
+            f"{', '.join(sorted(integer))}, INT8, {', '.join(_FLOATS)}."
+        )
+    weights = {"num_bits": int(name[1]), "group_size": 128, "strategy": "group", "symmetric": name != "W4A16_ASYM"}
+    return {"weights": weights, "input_activations": _INT8_TOKEN if name.endswith("A8") else None}
+
+
+class CompressedTensorsStorage(WeightStorage):
+    """A weight as `compressed_tensors.compressors` write it.
+
+    Tensors: `weight` int8 [N, K], or `weight_packed` int32 [N, ceil(K * bits / 32)] with `weight_shape`; `weight_scale`
+    [1], [N, 1] or [N, G]; `weight_zero_point` when asymmetric, int8 of the scale's shape or packed along N; for static
+    activations `input_scale` [1] and, when asymmetric, `input_zero_point` [1].
+
+    Args:
+        bits: of each value.
+        packed: the format is pack-quantized.
+        group_size: columns that share a scale; None: one scale per row.
+        per_tensor: one scale per matrix; in a fused layer, one per shard.
+        symmetric: there are no zero points.
+        static_input: activations have a fixed scale.
+        symmetric_input: the activations' fixed scale has no zero point.
+        scattered: a group is not a run of columns; `weight_g_idx` [K] says the group of each.
+    """
+
+    def __init__(
+        self,
+        bits: int,
+        *,
+        packed: bool = False,
+        group_size: int | None = None,
+        per_tensor: bool = False,
+        symmetric: bool = True,
+        static_input: bool = False,
+        symmetric_input: bool = True,
+        scattered: bool = False,
+    ) -> None:
+        super().__init__()
+        self.bits = bits
+        self.packed = packed
+        self.group_size = group_size
+        self.per_tensor = per_tensor
+        self.symmetric = symmetric
+        self.static_input = static_input
+        self.symmetric_input = symmetric_input
+        self.scattered = scattered
+        self.rotation = 0  # of the weight, as `IntegerWeight` has it
+
+    def create(
+        self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader, ready: Ready
+    ) -> None:
+        self._sizes, self._columns = sizes, columns
+        self._shard_ids: tuple[Any, ...] = tuple(getattr(layer, "shard_ids", ()))
+        rows, slots, groups = sum(sizes), len(sizes), columns // (self.group_size or columns)
+        if self.packed:
+            data = torch.empty(rows, packed_words(columns, self.bits), dtype=torch.int32)
+            self.add(layer, "weight_packed", data, loader, output_dim=0, input_dim=1)
+            self.add(layer, "weight_shape", torch.empty(slots, dtype=torch.int64), self._load_shape, any_dtype=True)
+        else:
+            data = torch.empty(rows, columns, dtype=torch.int8)
+            self.add(layer, "weight", data, loader, output_dim=0, input_dim=1)
+        shape = (slots,) if self.per_tensor else (rows, groups)
+        attributes: dict[str, Any] = {"shard_slots": True} if self.per_tensor else {"output_dim": 0, "input_dim": 1}
+        self.add(layer, "weight_scale", torch.empty(shape), loader, POSITIVE, **attributes)
+        if not self.symmetric:
+            zeros = torch.empty(shape, dtype=torch.int8)
+            is_packed = self.packed and not self.per_tensor
+            own = self._load_packed_zeros if is_packed else loader
+            self.add(layer, "weight_zero_point", zeros, own, any_dtype=True, is_packed=is_packed, **attributes)
+        if self.scattered:  # of each shard: those of a fused layer must be equal
+            groups_of = torch.empty(slots, columns, dtype=torch.int32)
+            self.add(layer, "weight_g_idx", groups_of, self._load_groups, any_dtype=True)
+        if self.static_input:
+            self.add(layer, "input_scale", torch.empty(slots), loader, POSITIVE, shard_slots=True)
+            if not self.symmetric_input:
+                zero = torch.empty(slots, dtype=torch.int32)
+                self.add(layer, "input_zero_point", zero, loader, shard_slots=True, any_dtype=True)
+
+    def read(self, layer: nn.Module) -> IntegerWeight:
+        rows = sum(self._sizes)
+        if self.packed:
+            q = unpack_from_int32(self.take(layer, "weight_packed"), self.bits, (rows, self._columns))
+        else:
+            q = self.take(layer, "weight")
+            self._check_range(q)
+        scale = self._per_row(self.take(layer, "weight_scale"))
+        weight = IntegerWeight(q, scale, self.group_size or self._columns, self.bits, rotation=self.rotation)
+        if not self.symmetric:
+            weight.zero = self._per_row(self.take(layer, "weight_zero_point"))
+        if self.scattered:
+            order = order_of_groups(self.take(layer, "weight_g_idx"), weight.group_size, "weight_g_idx")
+            if order is not None:
+                weight.q = q[:, order]
+                weight.columns = order.int()
+        if self.static_input:
+            self._read_input(layer, weight)
+        return weight
+
+    def _per_row(self, values: torch.Tensor) -> torch.Tensor:
+        return expand_slots(values, self._sizes)[:, None] if self.per_tensor else values
+
+    def _check_range(self, q: torch.Tensor) -> None:
+        low, high = -(1 << (self.bits - 1)), (1 << (self.bits - 1)) - 1
+        if q.numel() and (q.min() < low or q.max() > high):
+            raise CheckpointError(f"the weight has values outside of {self.bits} bits, [{low}, {high}].")
+
+    def _read_input(self, layer: nn.Module, weight: IntegerWeight) -> None:
+        """Shards of a fused layer have the same activations: take the union of their ranges."""
+        scale = self.take(layer, "input_scale")
+        if self.symmetric_input:
+            weight.input_scale = float(scale.max())
+            return
+        zero = self.take(layer, "input_zero_point").float()
+        if torch.equal(scale, scale[:1].expand_as(scale)) and torch.equal(zero, zero[:1].expand_as(zero)):
+            weight.input_scale = float(scale[0])
+            weight.input_offset = whole_offset(float(zero[0]), "input_zero_point")
+            return
+        low, high = float((scale * (-128 - zero)).min()), float((scale * (127 - zero)).max())
+        joined = torch.tensor((high - low) / 255, dtype=torch.float32)
+        check_scales(joined, "the range of input_scale and input_zero_point", POSITIVE)
+        weight.input_scale = float(joined)
+        weight.input_offset = whole_offset(round(-128 - low / weight.input_scale), "input_zero_point")
+
+    def _load_shape(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
+        rows = sum(self._sizes) if shard_id is None else self._sizes[self._shard_ids.index(shard_id)]
+        if loaded.tolist() != [rows, self._columns]:
+            raise ValueError(f"says {loaded.tolist()}, the model needs {[rows, self._columns]}")
+        return param.numel() if shard_id is None else 1
+
+    def _load_groups(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:
+        if list(loaded.shape) != [self._columns]:
+            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {[self._columns]}")
+        target = param.data if shard_id is None else param.data[self._shard_ids.index(shard_id)]
+        target[:] = loaded
+        return target.numel()
+
+    def _load_packed_zeros(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
+        index = 0 if shard_id is None else self._shard_ids.index(shard_id)
+        start = 0 if shard_id is None else sum(self._sizes[:index])
+        rows = sum(self._sizes) if shard_id is None else self._sizes[index]
+        expected = [packed_words(rows, self.bits), param.shape[1]]
+        if list(loaded.shape) != expected or loaded.dtype != torch.int32:
+            raise ValueError(f"is {loaded.dtype} {list(loaded.shape)}, the model needs int32 {expected}")
+        zeros = unpack_from_int32(loaded, self.bits, (rows, param.shape[1]), dim=0)
+        param.data[start : start + rows] = zeros
+        return zeros.numel()

@@ -1,12 +1,13 @@
-"""The quant method of all integer schemes.
+"""The schemes: a table of their types of weight and activations, their layers and checks, and the method of them all.
 
-It gets a layer's integers from a `WeightStorage`, packs them once for the kernel, and calls the GEMM or the embedding.
-It never sees a file and never computes with a dequantized weight.
+W and A are bits: W8A8 multiplies int8 by int8. The 16 of W8A16 means that activations are not quantized: they are
+float32 on a CPU. FP8 says that 8 bits are a float, e4m3.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +19,91 @@ from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import Weight
 from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, WeightLoader
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.schemes.table import Scheme
-from llm.quantization.storage.base import WeightStorage
+from llm.quantization.storage import WeightStorage
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a layer with quantized weights computes.
+
+    Attributes:
+        name: as ModelSlim's description files spell it.
+        kind: of the weight, "int8", "int4" or "float8" (`llm.kernels.weight.SCALED_KINDS`).
+        activations: what the GEMM converts activations to (`llm.kernels.weight.ACTIVATIONS`).
+        static: activations have one scale and offset per layer; else one scale per token.
+        layers: the kinds of layers it supports.
+        checks: requirements on a weight; each raises `CheckpointError`.
+    """
+
+    name: str
+    kind: str
+    activations: str
+    checks: tuple[Callable[[Scheme, IntegerWeight], None], ...] = ()
+    static: bool = False
+    layers: tuple[str, ...] = ("linear",)
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.kind == "int4" else 8
+
+    def check(self, weight: IntegerWeight) -> None:
+        """Raise `CheckpointError` for a weight that the scheme does not support."""
+        if weight.bits > self.bits:
+            raise CheckpointError(f"{weight.bits}-bit weights do not fit the {self.name} kernel.")
+        for check in self.checks:
+            check(self, weight)
+
+
+def _one_scale_per_row(scheme: Scheme, weight: IntegerWeight) -> None:
+    """The int32 sum over all of K is scaled once: no groups along K, no zero points."""
+    if weight.groups != 1 or weight.zero is not None or weight.minimum is not None:
+        raise CheckpointError(
+            f"{scheme.name} computes symmetric weights with one scale per row; this layer has groups of "
+            f"{weight.group_size}{' and zero points' if weight.zero is not None else ''}."
+        )
+
+
+def _integers(scheme: Scheme, weight: IntegerWeight) -> None:
+    if weight.table is not None:
+        raise CheckpointError(f"{scheme.name} computes integers; this layer has values of a table.")
+    if weight.groups > 1 and weight.group_size % 8:
+        size = weight.group_size
+        raise CheckpointError(
+            f"{scheme.name} computes groups of a multiple of 8 columns; this layer has groups of {size}."
+        )
+
+
+def _static_input(scheme: Scheme, weight: IntegerWeight) -> None:
+    if weight.input_scale is None or not weight.input_scale > 0:
+        raise CheckpointError(f"{scheme.name} needs a positive input scale, got {weight.input_scale}.")
+    if not -128 <= weight.input_offset <= 127:
+        raise CheckpointError(f"{scheme.name} needs an input offset in [-128, 127], got {weight.input_offset}.")
+
+
+_TABLES = ("linear", "embedding")
+
+SCHEMES = {
+    row.name: row
+    for row in (
+        Scheme("W8A8_DYNAMIC", "int8", "int8", (_one_scale_per_row,), layers=_TABLES),
+        # ModelSlim's PDMIX: static on the decode machines of a disaggregated deployment, dynamic elsewhere, as here.
+        Scheme("W8A8_MIX", "int8", "int8", (_one_scale_per_row,)),
+        Scheme("W8A8", "int8", "int8", (_one_scale_per_row, _static_input), static=True),
+        # vllm-ascend does not quantize activations in linear layers; we do, as the name says and as vllm-ascend does in
+        # mixture-of-experts layers.
+        Scheme("W4A8_DYNAMIC", "int4", "int8", (_integers,)),
+        Scheme("W8A16", "int8", "float", layers=_TABLES),
+        Scheme("W4A16", "int4", "float"),
+        Scheme("W8A16_FP8", "float8", "float", layers=_TABLES),
+    )
+}
 
 
 class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
-    """An integer weight [N, K] with scales, for linear layers and for embedding tables.
+    """A weight [N, K] with scales in any scheme, for linear layers and for embedding tables.
+
+    It gets a layer's integers from a `WeightStorage`, packs them once for the kernel, and calls the GEMM or the
+    embedding. It never sees a file and never computes with a dequantized weight.
 
     After loading, the layer has `packed_weight`, a `Weight` of the backend. Its tensors are buffers of the layer, so
     that code that counts or frees the model's memory sees them.
@@ -44,10 +124,9 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         self.reason = reason
         backend, platform = backend_of_construction(), construction().platform
         self._device = torch.device("cpu") if platform is None else platform.device
-        self._pack = backend.op("pack")
+        self._ops = backend.ops
         self._keep = construction().weights.keep
-        self.linear = backend.op("linear")
-        self._embedding = backend.op("embedding")
+        self.linear = backend.ops.linear
         self.invariant = backend.computes("linear")
         self.kernel = backend.source("linear")
 
@@ -101,7 +180,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         return True
 
     def embedding(self, layer: Any, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._embedding(token_ids, layer.packed_weight)
+        return self._ops.embedding(token_ids, layer.packed_weight)
 
     def dequantize_weight(self, layer: Any) -> torch.Tensor:
         return layer.packed_weight.dequantize()
@@ -126,7 +205,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         if self.storage.note:
             self.reason, self.told = f"{self.storage.note}: {self.reason}", self.storage.note
         weight = weight.to(self._device)
-        bits: Weight = self._pack(weight.q, self._scheme.kind)
+        bits: Weight = self._ops.pack(weight.q, self._scheme.kind)
         scaled = bits.scaled(
             *(weight.scale, weight.zero, weight.group_size, weight.minimum, weight.columns, weight.rotation),
             weight.levels,

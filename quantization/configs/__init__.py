@@ -1,1 +1,0 @@
-"""What each checkpoint format says about its layers. Configs choose schemes and hold no arithmetic."""

@@ -1,1 +1,0 @@
-"""Schemes for integer weights: a table of weight and activation types, and the one method that computes them all."""
