@@ -18,9 +18,8 @@ from llm.errors import LLMError
 from llm.kernels.weight import dequantize
 from llm.loading.weight_map import Target
 from llm.quantization.kv_cache import StaticCacheMethod, has_cache_scales, stored_scale
-from llm.quantization.packing import pack_column_pairs, pack_fp4, pack_row_pairs, pack_to_int32
+from llm.quantization.packing import doubled_fp4, pack_column_pairs, pack_fp4, pack_row_pairs, pack_to_int32
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.tables import doubled_fp4
 
 _LM_HEAD = "lm_head"
 _WEIGHT_ONLY = ("W8A16", "W4A16", "W8A16_FP8")

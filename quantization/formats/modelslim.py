@@ -17,14 +17,13 @@ from llm.base.text import clip, list_names, quote, show
 from llm.errors import CheckpointError, UnsupportedModelError
 from llm.kernels.weight import dequantize
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase, StaticCache, WeightLoader
-from llm.quantization.configs.reader import Fields
+from llm.quantization.description import Fields, agreed, columns_of
 from llm.quantization.formats.floats import Float4Storage, Float8Storage
 from llm.quantization.kv_cache import prepare_static_cache
-from llm.quantization.matching import agreed, columns_of
 from llm.quantization.packing import unpack_column_pairs, unpack_deq_scale, unpack_row_pairs
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.registry import get_scheme, scheme_types
-from llm.quantization.storage.base import (
+from llm.quantization.storage import (
     NOT_NEGATIVE,
     POSITIVE,
     Ready,
