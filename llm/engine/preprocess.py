@@ -20,8 +20,7 @@ from llm.errors import LLMError, PromptTooLongError, ValidationError
 from llm.inputs import TokensPrompt
 from llm.sampling.logits_processors.builtin import find_thinking_ids
 from llm.sampling.logits_processors.interface import LogitsProcessor, check_request_processors
-from llm.sampling.structured.compile import StructureCompiler
-from llm.sampling.structured.structure import Structure, Vocabulary
+from llm.sampling.structured.structure import Structure, StructureCompiler, Vocabulary
 from llm.sampling_params import SamplingParams, StructuredOutputsParams
 from llm.text.replies import ReplyReader, ToolChoice, readable, tools_as_text, with_text
 from llm.text.tokenizer import Tokenizer, Truncation

@@ -12,8 +12,8 @@ from embedded import PROMPTS, open_llm, run
 
 from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
 from llm.sampling.structured.language import Language
+from llm.sampling.structured.structural_tag import format_language
 from llm.sampling.structured.structure import Answer, Structure
-from llm.sampling.structured.tag_format import format_language
 
 pytest.importorskip("llguidance")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

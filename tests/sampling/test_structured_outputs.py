@@ -22,13 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
-from llm.sampling.structured.compile import StructureCompiler
 from llm.sampling.structured.json_schema import TooManyChoices, compile_schema
 from llm.sampling.structured.language import EMPTY, IMPOSSIBLE, Language, Needs, TokenReader
-from llm.sampling.structured.numbers import integer_range
-from llm.sampling.structured.regex import UnknownLength, ascii_classes, parse_regex, utf8
+from llm.sampling.structured.regex import UnknownLength, ascii_classes, integer_range, parse_regex, utf8
 from llm.sampling.structured.schema import read_schema
-from llm.sampling.structured.structure import Answer, Structure, Vocabulary
+from llm.sampling.structured.structure import Answer, Structure, StructureCompiler, Vocabulary
 from llm.sampling_params import RepetitionDetectionParams
 
 PERSON = {

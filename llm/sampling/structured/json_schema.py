@@ -1,6 +1,6 @@
 """JSON schemas as `Language`s of compact JSON: no whitespace, properties in the schema's order.
 
-Owns the meaning of the keywords, as llguidance reads them. A keyword whose effect on the length is not known raises
+The keywords mean what llguidance reads in them. A keyword whose effect on the length is not known raises
 `UnknownLength`: llguidance still constrains the answer, but its length is not bounded.
 """
 
@@ -15,23 +15,12 @@ from itertools import combinations, product
 from typing import Any
 from urllib.parse import unquote
 
-from llm.sampling.structured.algebra import Algebra, Alternative, all_of, is_named, negation, of_property
-from llm.sampling.structured.formats import FORMATS
+from llm.sampling.structured import unusable
 from llm.sampling.structured.language import DONE, EMPTY, IMPOSSIBLE, Language
-from llm.sampling.structured.messages import unusable
-from llm.sampling.structured.numbers import (
-    DECIMAL,
-    FRACTION,
-    at_least,
-    at_most,
-    ending_in,
-    exact,
-    integer_range,
-    multiple_of,
-    remainders,
-    spellings,
-)
 from llm.sampling.structured.regex import (
+    DECIMAL,
+    FORMATS,
+    FRACTION,
     LONGEST_PATTERN,
     Ranges,
     TooManyChoices,
@@ -39,9 +28,18 @@ from llm.sampling.structured.regex import (
     Word,
     Words,
     alternatives_of,
+    at_least,
+    at_most,
     complement,
+    ending_in,
+    exact,
+    integer_range,
+    multiple_of,
     parse_regex,
+    remainders,
+    spellings,
 )
+from llm.sampling.structured.schema import Algebra, Alternative, all_of, is_named, negation, of_property
 
 _SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _CONTROLS = (*range(0x20), 0x7F)

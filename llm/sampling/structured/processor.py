@@ -1,6 +1,6 @@
 """Structured output as a logits processor: rows with a `Structure` sample only tokens that continue an answer.
 
-Owns the state of the rows and the thread pool that computes masks. A mask depends on the row's own tokens alone. Its
+A thread pool computes the masks. A mask depends on the row's own tokens alone. Its
 computation starts in `update_state`, before the forward; `apply`, after the forward, waits for it.
 
 Where a mask leaves one token and that token has been drafted, the mask after it is computed too, and so on: the tokens

@@ -1,7 +1,8 @@
-"""`structural_tag` in its second form, `{"format": {"type": ...}}`: formats that hold each other, as a Lark grammar.
+"""`structural_tag`: free text in which a beginning, such as `<f>`, is followed by JSON of a schema and by an end.
 
-Owns reading the formats, whose names are xgrammar's, and what is refused: free text that nothing ends, unless it comes
-last, and the formats `grammar` and `qwen_xml_parameter`.
+vLLM's second form, `{"format": {"type": ...}}`, is formats that hold each other, whose names are xgrammar's; its first,
+`{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, is read as one of them. Refused are free text that
+nothing ends, unless it comes last, and the formats `grammar` and `qwen_xml_parameter`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ from dataclasses import dataclass, field
 from llm.base.text import list_names, show
 from llm.base.types import JsonObject
 from llm.errors import ValidationError
+from llm.sampling.structured import first_line, unusable
 from llm.sampling.structured.json_schema import compile_schema, language_of
-from llm.sampling.structured.language import DONE, Language
-from llm.sampling.structured.lark import rules_of
-from llm.sampling.structured.messages import unusable
+from llm.sampling.structured.language import DONE, Language, rules_of
 from llm.sampling.structured.regex import UnknownLength, ascii_classes, complement, parse_regex, utf8
-from llm.sampling.structured.schema import check_numbers, read_schema
+from llm.sampling.structured.schema import check_numbers, check_size, read_schema
 
 # The fields of each format, and what they must be.
 _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
@@ -291,3 +291,40 @@ def _pattern(given: JsonObject) -> str:
 
 def _wrong(value: object, reason: str) -> ValidationError:
     return unusable("structural_tag", value, reason)
+
+
+_FORM = "it must be {'structures': [{'begin': ..., 'schema': ..., 'end': ...}], 'triggers': [...]} or {'format': ...}"
+
+
+def read_tags(value: object, disable_additional_properties: bool) -> JsonObject:
+    """The format, or the structures as one; raises `ValidationError` if the value has another form."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise unusable("structural_tag", value, f"it is no JSON ({first_line(error)})") from error
+    check_size("structural_tag", parsed)
+    if not isinstance(parsed, Mapping):
+        raise unusable("structural_tag", value, _FORM)
+    if "format" in parsed:
+        return read_format(parsed["format"], disable_additional_properties)
+    structures, triggers = parsed.get("structures"), parsed.get("triggers")
+    if not isinstance(structures, list) or not structures or not isinstance(triggers, list):
+        raise unusable("structural_tag", value, _FORM)
+    given = [text for text in triggers if isinstance(text, str) and text]
+    tags = [_read_tag(item, given) for item in structures]
+    used = dict.fromkeys(next(text for text in given if tag["begin"].startswith(text)) for tag in tags)
+    return read_format({"type": "triggered_tags", "triggers": list(used), "tags": tags}, disable_additional_properties)
+
+
+def _read_tag(item: object, triggers: list[str]) -> JsonObject:
+    """The structure as a tag of a format."""
+    begin = item.get("begin") if isinstance(item, Mapping) else None
+    end = item.get("end") if isinstance(item, Mapping) else None
+    if not isinstance(item, Mapping) or not isinstance(begin, str) or not isinstance(end, str) or "schema" not in item:
+        raise unusable("structural_tag", item, _FORM)
+    if not begin.startswith(tuple(triggers)):
+        raise unusable("structural_tag", item, f"{begin!r} starts with none of the triggers")
+    if not isinstance(item["schema"], dict):
+        raise unusable("structural_tag", item, "a schema is a JSON object")
+    content = {"type": "json_schema", "json_schema": item["schema"]}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
