@@ -262,20 +262,17 @@ class RotaryEmbedding(KernelOp):
         """
         if positions.dim() == 1:
             return ops.rotary_embedding(positions, query, key, self.cos_sin_cache, self.head_size, self.is_neox_style)
-        cos, sin = self._tables(positions)
-        return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
+        # The same kernel, so that a token whose three positions are equal has the bits of one with that position.
+        rows = torch.arange(positions.shape[1], device=positions.device)
+        return ops.rotary_embedding(rows, query, key, self._table(positions), self.head_size, self.is_neox_style)
 
-    def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [N, rotary_dim / 2] of each token's three positions [3, N]."""
+    def _table(self, positions: torch.Tensor) -> torch.Tensor:
+        """Cosines, then sines [N, rotary_dim] of each token's three positions [3, N]."""
         if not self.has_sections:
             raise ValueError(f"positions have shape {list(positions.shape)}; without mrope_section they must be [N].")
         rows = positions[self.pair_axis].t()  # [N, pairs]: the position that each pair follows
         cos, sin = self.cos_sin_cache.chunk(2, dim=-1)
-        return cos.gather(0, rows), sin.gather(0, rows)
-
-    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        heads = x.view(x.shape[0], x.shape[1] // self.head_size, self.head_size)
-        return apply_rotary(heads, cos, sin, self.is_neox_style).view(x.shape)
+        return torch.cat((cos.gather(0, rows), sin.gather(0, rows)), dim=-1)
 
     def extra_repr(self) -> str:
         table = f"head_size={self.head_size}, rotary_dim={self.rotary_dim}, positions={self.cos_sin_cache.shape[0]}"

@@ -186,6 +186,21 @@ class RecurrentMetadata:
 
 
 @dataclass
+class ImageTokens:
+    """Tokens of a step that stand for parts of pictures.
+
+    Attributes:
+        indices: int64 [M], which of the step's tokens.
+        rows: float32 [M, hidden], in the place of their embeddings.
+        deep: further ones, added to what enters the second layer and those after it.
+    """
+
+    indices: torch.Tensor
+    rows: torch.Tensor
+    deep: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass
 class ForwardBatch:
     """One step's input: the tokens of all batch rows, concatenated.
 
@@ -198,6 +213,7 @@ class ForwardBatch:
         inputs_embeds: float [N, hidden], replaces `embed(input_ids)`; None: not given.
         adapter_ids: int64 [N], the slot of each token's adapter, 0: it has none; None: no token has one.
         token_types: int64 [N], 1 in the second text of a pair, else 0; None: no row is pooled.
+        images: the tokens that stand for pictures; None: the step has none.
         extensions: what a plugin's runner adds for its own layers.
         taps: hidden states [N, hidden] between layers, which a forward appends if the model is told to.
     """
@@ -210,6 +226,7 @@ class ForwardBatch:
     inputs_embeds: torch.Tensor | None = None
     adapter_ids: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
+    images: ImageTokens | None = None
     extensions: dict[str, Any] = field(default_factory=dict)
     taps: list[torch.Tensor] = field(default_factory=list)
 

@@ -39,6 +39,7 @@ from llm.config.engine import (
 )
 from llm.config.engine import EMBEDDED_MODEL as EMBEDDED_MODEL
 from llm.engine.engine import Engine
+from llm.engine.images import images_of
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
 from llm.engine.pooling_rows import Prefix
@@ -167,6 +168,10 @@ class LLM:
         profiler_config: `{"profiler": "torch", "torch_profiler_dir": folder}`, for `start_profile` and `stop_profile`.
         prefix_cache: a folder of `save_prefix_cache`, of this model and these settings: what it has of a prompt is not
             computed again. All weights are read once more, to compare their fingerprint.
+        limit_mm_per_prompt: most images of a prompt, and their largest size: `{"image": 4}`, or `{"image": {"count": 4,
+            "width": 2048, "height": 2048}}`.
+        allowed_local_media_path: the folder below which files that conversations name must be; None: they name none.
+        mm_processor_kwargs: arguments of the model's image processor for all prompts.
         verbose: log all decisions and the arguments that have no effect here.
         **kwargs: vLLM's other arguments; `llm.config.arguments.ARGUMENTS` says how each is handled.
 
@@ -227,6 +232,9 @@ class LLM:
         merge_lora: str | Path | None = None,
         profiler_config: object = None,
         prefix_cache: str | Path | None = None,
+        limit_mm_per_prompt: Mapping[str, object] | None = None,
+        allowed_local_media_path: str | Path | None = None,
+        mm_processor_kwargs: Mapping[str, object] | None = None,
         verbose: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -262,6 +270,7 @@ class LLM:
         self._preprocessor = Preprocessor(self.config.model_config, built.engine.tokenizer, built.engine.eos_token_ids)
         self._preprocessor.reasoning = self.config.reasoning_config
         self._preprocessor.logits_processors = built.plan.logits_processors
+        self._preprocessor.images = images_of(built.plan, self._args)
         if prefix_cache is not None:
             load_cache_into(self, prefix_cache)
         for note in (*notes, f"resolved configuration\n{self.config}") if verbose else ():

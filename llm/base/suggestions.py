@@ -19,17 +19,16 @@ _TOOLS = "pass tools to LLM.chat, whose template shows them, and read outputs[0]
 # Keyword arguments that no method of `LLM` has, apart from the fields of SamplingParams.
 CALLS: dict[str, str] = {
     **{name: f"{instead} in SamplingParams" for name, instead in _STRUCTURED.items()},
-    "images": "images, audio and video are not read",
+    "images": "pass them with the prompt: {'prompt': text, 'multi_modal_data': {'image': image}}",
     "max_new_tokens": "pass sampling_params=SamplingParams(max_tokens=...)",
     "prompt": "its name is prompts",
     "prompt_token_ids": "pass [{'prompt_token_ids': ids}, ...], or the lists of ids themselves, as prompts",
     "stream": "use LLM.stream(prompt, sampling_params), which yields text as it comes, or llm.AsyncLLM",
 }
 
-_MEDIA = "images, audio and video are not read; describe them in the text"
 # Keys of prompts that are not text -> what to do instead.
 NOT_TEXT: dict[str, str] = {
-    **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "media_io_kwargs", "mm_processor_kwargs"), _MEDIA),
+    "media_io_kwargs": "pass what reading needs to Pillow yourself, and the image that it gives",
     **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "encoder-decoder models are not here; pass one 'prompt'"),
     "prompt_embeds": "embeddings are not taken; pass 'prompt_token_ids'",
 }

@@ -182,13 +182,15 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     _refused("an adapter is kept in the type that it is stored in; leave it at 'auto'.", lora_dtype="auto"),
     _refused("an adapter changes the modules that it has tensors for; leave it out.", lora_target_modules=None),
     _refused("adapters are chosen per row; pass lora_request.", default_mm_loras=_UNSET),
-    # --- Images, audio, video: a prompt that carries any is refused by itself. -------------------------------------
+    # --- Images. Audio and video are refused where a prompt carries some. ------------------------------------------
+    _honoured("limit_mm_per_prompt", "allowed_local_media_path", "mm_processor_kwargs"),
     _refused("the language model always runs; use a library for image encoders.", mm_encoder_only=False),
     _refused("there are no input and output plugins; convert data in your own code.", io_processor_plugin=None),
     _accepted(
-        "it concerns images, audio and video, and prompts here are text.",
-        *("allowed_local_media_path", "allowed_media_domains", "language_model_only", "limit_mm_per_prompt"),
-        *("enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs", "mm_processor_kwargs"),
+        "a vision tower is read when the first image comes, pictures are processed in threads of this process, and "
+        "nothing is fetched from a network.",
+        *("allowed_media_domains", "language_model_only"),
+        *("enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs"),
         *("mm_processor_cache_gb", "mm_processor_cache_type", "mm_hasher_algorithm"),
         *("mm_shm_cache_max_object_size_mb", "mm_encoder_tp_mode", "mm_encoder_attn_backend"),
         *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_encoder_fp8_scale_save_path"),

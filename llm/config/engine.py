@@ -351,6 +351,9 @@ class EngineArgs:
     merge_lora: str | Path | None = None
     profiler_config: object = None  # read by `ProfilerConfig.of`
     prefix_cache: str | Path | None = None
+    limit_mm_per_prompt: Mapping[str, object] | None = None  # read by `llm.images.MediaLimits`
+    allowed_local_media_path: str | Path | None = None
+    mm_processor_kwargs: Mapping[str, object] | None = None
 
     @classmethod
     def from_user(cls, **given: Any) -> EngineArgs:
@@ -384,6 +387,10 @@ class EngineArgs:
             refuse("seed", self.seed, "an integer of at least 0, or None")
         if not isinstance(self.hf_overrides, Mapping | None) and not callable(self.hf_overrides):
             refuse("hf_overrides", self.hf_overrides, "a dict of config.json's keys, a callable, or None")
+        if not isinstance(self.mm_processor_kwargs, Mapping | None):
+            refuse(
+                "mm_processor_kwargs", self.mm_processor_kwargs, "a dict of the image processor's arguments, or None"
+            )
         if not isinstance(self.override_generation_config, Mapping | None):
             right = "a dict of generation_config.json's keys, or None"
             refuse("override_generation_config", self.override_generation_config, right)

@@ -24,7 +24,7 @@ from llm.engine.preprocess import Preprocessor
 from llm.engine.prompts import list_prompts
 from llm.engine.rows import Row
 from llm.engine.scoring import check_logprobs_mode
-from llm.engine.step import Adapter
+from llm.engine.step import Adapter, RowImages
 from llm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from llm.sampling.structured.structure import Answer, Structure
 from llm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
@@ -110,6 +110,7 @@ class SearchPrompt:
     search: PromptSearch
     cache_salt: str | None = None
     adapter: Adapter | None = None
+    images: RowImages | None = None
 
 
 class BeamSearches:
@@ -145,7 +146,8 @@ class BeamSearches:
         for given, row in zip(list_prompts(prompts), rows, strict=True):
             room = min(params.max_tokens, config.max_model_len - len(row.token_ids))
             _check_room(self._structure, room)
-            self._prompts.append(SearchPrompt(given, row.token_ids, PromptSearch(params, eos, room), row.cache_salt))
+            search = PromptSearch(params, eos, room)
+            self._prompts.append(SearchPrompt(given, row.token_ids, search, row.cache_salt, images=row.images))
 
     def give_adapters(self, adapters: Sequence[Adapter | None]) -> None:
         """One per prompt; a search without this call has none."""
@@ -229,7 +231,7 @@ def _row(prompt: SearchPrompt, beam: Beam, sharing: str) -> Row:
     count = -1 if is_limited else search.num_candidates
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=count, detokenize=False, ignore_eos=True)
     row = Row(None, [*prompt.token_ids, *beam.tokens], params, seed=0, sharing=sharing, cache_salt=prompt.cache_salt)
-    row.adapter = prompt.adapter
+    row.adapter, row.images = prompt.adapter, prompt.images
     return row
 
 

@@ -399,7 +399,8 @@ class BlockManager:
 
     def _tokens(self, request: Request, index: int) -> bytes:
         start = index * self.block_size
-        return array("q", request.token_ids[start : start + self.block_size]).tobytes()
+        ids = request.token_ids[start : start + self.block_size]
+        return array("q", ids if request.images is None else request.images.content(ids, start)).tobytes()
 
 
 @dataclass(frozen=True)

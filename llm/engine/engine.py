@@ -174,6 +174,7 @@ class Engine:
             pooling=row.pooling,
             adapter=row.adapter,
             priority=row.priority,
+            images=row.images,
         )
         if row.params.prompt_logprobs is not None and index == 0:
             request.prompt_logprobs_from = row.score_from - 1

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from llm.base.checks import refuse
 from llm.base.types import JsonObject
 from llm.config.engine import ModelConfig, ReasoningConfig
+from llm.engine.images import PicturesOfCall, PromptImages, no_images
 from llm.engine.prompts import ParsedPrompt, Tokenization, check_text, list_conversations, list_prompts, parse_prompt
 from llm.engine.rows import AnyRow, RefusedRow, Row, RowMaker, refuse_too_long, rows_only
 from llm.errors import LLMError, PromptTooLongError, ValidationError
@@ -48,6 +49,7 @@ class Preprocessor:
     Attributes:
         logits_processors: the loaded classes, each of which validates every row's params.
         reasoning: the texts around reasoning where they were given.
+        images: reads the pictures of prompts; None: the model has no vision tower.
     """
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int] = ()) -> None:
@@ -57,6 +59,7 @@ class Preprocessor:
         self._structures = StructureCompiler(lambda: Vocabulary(tokenizer, config.vocab_size, eos_token_ids))
         self.logits_processors: Sequence[type[LogitsProcessor]] = ()
         self.reasoning: ReasoningConfig | None = None
+        self.images: PromptImages | None = None
         self._calls = 0
 
     def rows(
@@ -91,14 +94,16 @@ class Preprocessor:
         checked: dict[int, SamplingParams | ValidationError] = {}  # by identity: many rows usually share one object
         rows: list[AnyRow] = []
         parsed = self._without_too_long(parsed, per_row, tokenization, on_too_long)
-        for offset, (text, token_ids, dropped) in enumerate(self.tokenize(parsed, tokenization)):
-            given, found, index = per_row[offset], parsed[offset], first + offset * stride
+        pictures = PicturesOfCall(self.images, parsed)
+        for offset, (text, token_ids, dropped) in enumerate(self.tokenize(pictures.parsed, tokenization)):
+            given, found, index = per_row[offset], pictures.parsed[offset], first + offset * stride
             try:
                 if found.error is not None:
                     raise found.error
                 row = maker.make(text, token_ids, self._own_params(given, checked), index)
                 row.cache_salt = found.cache_salt
                 row.num_dropped_tokens += dropped
+                pictures.give(row, offset)
                 rows.append(row)
             except ValidationError as error:
                 skipped = on_too_long == "skip" and isinstance(error, PromptTooLongError)
@@ -139,6 +144,7 @@ class Preprocessor:
                 parsed.append(parse_prompt(prompt))
             except ValidationError as error:
                 raise ValidationError(f"{parameter} {index}: {error}", parameter=parameter, value=prompt) from error
+            no_images([parsed[-1].media], "scoring")
             if parsed[-1].cache_salt is not None:
                 refuse("cache_salt", parsed[-1].cache_salt, "left out where texts are scored")
         if continuing and self.tokenizer is not None:

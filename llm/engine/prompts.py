@@ -7,15 +7,35 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import NamedTuple, NoReturn
 
 from llm.base.checks import check_flag, check_integer, refuse
 from llm.base.suggestions import NOT_TEXT
+from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.errors import ValidationError, nearest
+from llm.images import list_images
 from llm.text.tokenizer import Truncation
+
+
+@dataclass(frozen=True)
+class PromptMedia:
+    """What a prompt has besides its text.
+
+    Attributes:
+        images: as the user passed them; None where `uuids` name one that came before.
+        uuids: the user's names of them; (): none are named.
+        options: `mm_processor_kwargs`.
+    """
+
+    images: list[object]
+    uuids: tuple[str | None, ...] = ()
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def uuid(self, index: int) -> str | None:
+        return self.uuids[index] if self.uuids else None
 
 
 class ParsedPrompt(NamedTuple):
@@ -29,6 +49,7 @@ class ParsedPrompt(NamedTuple):
     cache_salt: str | None = None
     error: ValidationError | None = None
     num_dropped_tokens: int = 0
+    media: PromptMedia | None = None
 
 
 def list_prompts(prompts: object) -> list[object]:
@@ -129,7 +150,7 @@ def _parse_mapping(prompt: Mapping[str, object]) -> ParsedPrompt:
             "a chat message is no prompt; pass the conversation to LLM.chat.", parameter="prompts", value=prompt
         )
     given = {key for key, value in prompt.items() if value is not None}
-    unknown = sorted(map(str, given - {"prompt", "prompt_token_ids", "cache_salt"}))
+    unknown = sorted(map(str, given - {"prompt", "prompt_token_ids", "cache_salt", *_MEDIA_KEYS}))
     if unknown and unknown[0] in NOT_TEXT:
         raise ValidationError(
             f"{unknown[0]!r} in a prompt is refused: {NOT_TEXT[unknown[0]]}.", parameter="prompts", value=unknown[0]
@@ -142,11 +163,37 @@ def _parse_mapping(prompt: Mapping[str, object]) -> ParsedPrompt:
     salt = prompt.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise _bad_prompt("'cache_salt'", type(salt).__name__, "a string that is not empty")
+    media = _parse_media(prompt)
     if token_ids is not None:
-        return ParsedPrompt(text, _token_ids("'prompt_token_ids'", token_ids), salt)
+        return ParsedPrompt(text, _token_ids("'prompt_token_ids'", token_ids), salt, media=media)
     if text is None:
         raise _bad_prompt("the keys of a prompt", "a dict without text and ids", "'prompt' or 'prompt_token_ids'")
-    return ParsedPrompt(check_text(text), None, salt)
+    return ParsedPrompt(check_text(text), None, salt, media=media)
+
+
+_MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
+_NOT_READ = "images are read, and nothing else; pass a video as the list of its frames, as images"
+
+
+def _parse_media(prompt: Mapping[str, object]) -> PromptMedia | None:
+    data, uuids, options = (prompt.get(key) for key in _MEDIA_KEYS)
+    for key, value in zip(_MEDIA_KEYS, (data, uuids, options), strict=True):
+        if value is not None and not isinstance(value, Mapping):
+            raise _bad_prompt(f"{key!r} in a prompt", type(value).__name__, "a dict such as {'image': ...}")
+    given = {key: value for key, value in (data or {}).items() if value is not None}  # type: ignore[attr-defined]
+    names = dict(uuids or {})  # type: ignore[call-overload]
+    for key in (*given, *names):
+        if key != "image":
+            raise _bad_prompt("the keys of 'multi_modal_data'", repr(key), f"'image': {_NOT_READ}")
+    images, named = list_images(given.get("image")), names.get("image")
+    listed = [named] if isinstance(named, str) else list(named or ())
+    if not all(isinstance(item, str | None) for item in listed):
+        raise _bad_prompt("'multi_modal_uuids'", show(named), "a string or None for each image")
+    if listed and not images:
+        images = [None] * len(listed)
+    if listed and len(listed) != len(images):
+        raise _bad_prompt("'multi_modal_uuids'", f"{len(listed)}", f"as many as there are images ({len(images)})")
+    return PromptMedia(images, tuple(listed), dict(options or {})) if images else None  # type: ignore[call-overload]
 
 
 def _token_ids(name: str, value: object) -> list[int]:

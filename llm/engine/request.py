@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from llm.engine.step import NO_SLOT, Adapter, PoolingRow
+from llm.engine.step import NO_SLOT, Adapter, PoolingRow, RowImages
 from llm.outputs import RequestStateStats
 from llm.sampling_params import RepetitionDetectionParams, SamplingParams
 
@@ -41,6 +41,7 @@ class Request:
         pooled: that result, once there.
         adapter: what is added to the model's layers for it; None: nothing is.
         adapter_slot: where the runner has its adapter while the request runs; owned by the scheduler. 0: it has none.
+        images: the prompt's; None: it has none.
         metrics: its timestamps; the engine says when it was queued.
         error: the error behind `finish_reason="error"`.
     """
@@ -59,6 +60,7 @@ class Request:
         pooling: PoolingRow | None = None,
         adapter: Adapter | None = None,
         priority: int = 0,
+        images: RowImages | None = None,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -73,6 +75,7 @@ class Request:
         self.pooling = pooling
         self.pooled: np.ndarray | None = None
         self.adapter, self.adapter_slot = adapter, NO_SLOT
+        self.images = images
         self.rank = (priority, 0)  # by which a scheduler with priorities orders; it sets the second
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llm.base.checks import refuse
 from llm.config.engine import ModelConfig
 from llm.engine.prompts import ParsedPrompt
-from llm.engine.step import Adapter, PoolingRow
+from llm.engine.step import Adapter, PoolingRow, RowImages
 from llm.errors import EmptyPromptError, PromptTooLongError, TokenOutOfRangeError, ValidationError
 from llm.sampling_params import SamplingParams
 from llm.text.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ class Row:
         pooling: what a pooling model makes of the prompt; None: the prompt is continued.
         adapter: what is added to the model's layers for it; None: nothing is.
         priority: a lower one runs first, with `scheduling_policy="priority"`.
+        images: the prompt's pictures; None: it has none.
         known_outputs: tokens of each completion that an earlier run generated; this one continues after them.
     """
 
@@ -50,6 +51,7 @@ class Row:
     pooling: PoolingRow | None = None
     adapter: Adapter | None = None
     priority: int = 0
+    images: RowImages | None = None
 
 
 @dataclass

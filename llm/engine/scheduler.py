@@ -226,6 +226,7 @@ class Scheduler:
                 request.pooling,
                 request.adapter,
                 request.adapter_slot,
+                request.images,
             )
         )
 

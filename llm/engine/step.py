@@ -11,9 +11,11 @@ Afterwards the KV cache holds all known tokens except x, as after two steps with
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from llm.inputs import LoRARequest
 from llm.sampling.logprobs import TokenLogprobs
@@ -39,6 +41,53 @@ class PoolingRow:
     second_text: int | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class RowImage:
+    """A picture in a prompt.
+
+    Attributes:
+        key: of its features: of its pixels and of everything that they are made of besides the weights.
+        places: int64, the positions in the prompt of the tokens that get its features, in order.
+        load: makes the inputs of the vision tower.
+    """
+
+    key: bytes
+    places: np.ndarray
+    load: Callable[[], dict[str, torch.Tensor]]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _loaded_image, (self.key, self.places, self.load())
+
+
+def _loaded_image(key: bytes, places: np.ndarray, inputs: dict[str, torch.Tensor]) -> RowImage:
+    return RowImage(key, places, lambda: inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class RowImages:
+    """The pictures of a prompt.
+
+    Attributes:
+        reserved: int64 [prompt tokens], ids that no vocabulary has, made of the picture's key, in the places of its
+            tokens; 0 elsewhere. Blocks are found by them: two pictures of one size share none.
+        spans: (first, end) of runs of tokens that see each other in both directions; a step computes all of one.
+    """
+
+    images: tuple[RowImage, ...]
+    reserved: np.ndarray
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def content(self, token_ids: Sequence[int], start: int) -> list[int]:
+        """The ids of the tokens from `start` on, reserved ones in the places of pictures."""
+        own = self.reserved[start : start + len(token_ids)].tolist()
+        own += [0] * (len(token_ids) - len(own))
+        return [reserved or token for reserved, token in zip(own, token_ids, strict=True)]
+
+    def whole(self, end: int) -> int:
+        """Where a step that would end before `end` must end, so that no span is cut: `end`, or the end of a span."""
+        return next((last for first, last in self.spans if first < end < last), end)
+
+
 @dataclass
 class NewRow:
     """A request that enters the runner's batch: new, or resumed after preemption (then `token_ids` has outputs too).
@@ -49,6 +98,7 @@ class NewRow:
             none does.
         pooling: of a pooling model's row; None: the row generates.
         adapter, adapter_slot: as in `Request`; the runner loads the adapter into the slot if it is not there.
+        images: None: the prompt has none.
     """
 
     request_id: str
@@ -65,6 +115,7 @@ class NewRow:
     pooling: PoolingRow | None = None
     adapter: Adapter | None = None
     adapter_slot: int = 0
+    images: RowImages | None = None
 
 
 @dataclass

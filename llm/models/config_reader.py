@@ -303,6 +303,8 @@ def _read_rope(reader: ConfigReader, model: ConfigReader) -> RopeParameters:
         truncate=reader.boolean("truncate", True),
         short_factor=_numbers(reader, "short_factor"),
         long_factor=_numbers(reader, "long_factor"),
+        mrope_section=tuple(reader.integers("mrope_section") or ()),
+        mrope_interleaved=reader.boolean("mrope_interleaved", False),
     )
     reader.finish()
     if has_ratio and original < 2:

@@ -184,6 +184,12 @@ def is_known(architecture: str) -> bool:
     return architecture in _models or architecture.lower() in _SPELLINGS
 
 
+def class_named(name: str) -> Any:
+    """The class of this name here; None: there is none."""
+    family = next((family for family, own in _ARCHITECTURES.items() if own == name), None)
+    return None if family is None else _load(f"llm.models.{_FAMILIES[family]}")
+
+
 def is_encoder(model_type: str) -> bool:
     """True if the models of this type do not generate; unless a user registered a class for it."""
     return model_type in _ENCODERS and model_type not in _models

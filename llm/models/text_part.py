@@ -60,11 +60,10 @@ def read_text_part(
 
 
 def _with_one_position(raw: Mapping[str, object]) -> dict[str, object]:
-    """The three positions of multimodal ropes (temporal, vertical, horizontal) are one for text: an ordinary rope."""
+    """Multimodal ropes are ordinary ones, whose sections follow three positions (temporal, vertical, horizontal)."""
     found = dict(raw)
     for key in ("rope_parameters", "rope_scaling"):
         rope = found.get(key)
         if isinstance(rope, Mapping):
-            kept = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
-            found[key] = {name: "default" if value == "mrope" else value for name, value in kept.items()}
+            found[key] = {name: "default" if value == "mrope" else value for name, value in rope.items()}
     return found

@@ -124,6 +124,8 @@ class InputBatch:
         self.block_tables = [np.zeros((max_num_seqs, self.max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.adapter_slots = np.zeros(max_num_seqs, dtype=np.int64)  # 0: no adapter
+        # What is added to a token's position in its row to give that of its rotary embedding.
+        self.position_shifts = np.zeros(max_num_seqs, dtype=np.int64)
         self.has_slots = has_slots
         self.takes_drafts = rolls_back or not has_slots
         self.slots = np.zeros(max_num_seqs, dtype=np.int64)
@@ -173,7 +175,7 @@ class InputBatch:
             return self._decode.fill(self)
         step = self._build(plan)
         if self._decodes(step):
-            self._decode = DecodeInput(step, plan.num_scheduled_tokens)
+            self._decode = DecodeInput(step, plan.num_scheduled_tokens, self.position_shifts[step.rows])
         return step
 
     def _decodes(self, step: StepInput) -> bool:
@@ -202,7 +204,7 @@ class InputBatch:
             metadata.append(recurrent)
         batch = ForwardBatch(
             input_ids=self._upload(self.token_ids[row_of_token, positions].astype(np.int64)),
-            positions=self._upload(positions),
+            positions=self._upload(self._rotary(positions, row_of_token)),
             metadata=metadata,
             states=[],
             logits_indices=self._upload(indices),
@@ -211,6 +213,10 @@ class InputBatch:
         if any(self.pooling):
             batch.token_types = self._upload((positions >= self.second_text[row_of_token]).astype(np.int64))
         return StepInput(rows, counts, logit_rows, batch, recurrent)
+
+    def _rotary(self, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        shifts = self.position_shifts[rows]
+        return positions + shifts if shifts.any() else positions
 
     def adapters_of(self, rows: np.ndarray) -> torch.Tensor | None:
         """The slot of each row's adapter, int64; None if no row has one."""
@@ -370,6 +376,7 @@ class InputBatch:
         self.num_computed[row] = new.num_computed_tokens
         self.slots[row] = new.slot
         self.adapter_slots[row] = new.adapter_slot
+        self.position_shifts[row] = 0
         self.num_blocks[:, row] = 0
         self._append_blocks(row, new.blocks)
         self.pooling[row] = new.pooling
@@ -409,7 +416,7 @@ class InputBatch:
         tokens = self.num_tokens[source]
         self.token_ids[target, :tokens] = self.token_ids[source, :tokens]
         counts = (self.num_tokens, self.num_prompt_tokens, self.num_computed, self.prompt_logprobs_from)
-        for array in (*counts, self.slots, self.adapter_slots, self.second_text):
+        for array in (*counts, self.slots, self.adapter_slots, self.second_text, self.position_shifts):
             array[target] = array[source]
         for group, table in enumerate(self.block_tables):
             count = self.num_blocks[group, source]
@@ -437,16 +444,19 @@ class DecodeInput:
     Args:
         step: the first of them, as `InputBatch.build` made it.
         counts: its plan's `num_scheduled_tokens`.
+        shifts: int64 [R], of the rows' positions (`InputBatch.position_shifts`).
 
     Attributes:
         has_new_blocks: a row was given a block since the last step.
     """
 
-    def __init__(self, step: StepInput, counts: Mapping[str, int]) -> None:
+    def __init__(self, step: StepInput, counts: Mapping[str, int], shifts: np.ndarray) -> None:
         batch = step.forward_batch
         self._step = step
         self._counts = counts
-        self._input_ids, self._positions = batch.input_ids.numpy(), batch.positions.numpy()
+        self._input_ids, self._rotary = batch.input_ids.numpy(), batch.positions.numpy()
+        self._shifts = shifts if shifts.any() else None
+        self._positions = self._rotary if self._shifts is None else np.empty_like(self._rotary)
         self._metadata: list[AttentionMetadata | RecurrentMetadata] = list(batch.metadata)
         self._seq_lens = [metadata.seq_lens.numpy() for metadata in self._metadata]
         self.has_new_blocks = False
@@ -459,6 +469,8 @@ class DecodeInput:
         """The input of the next step, in the memory of the last one's."""
         step, positions = self._step, self._positions
         positions[:] = step.logit_rows.positions[:] = batch.num_computed[: len(positions)]
+        if self._shifts is not None:
+            np.add(positions, self._shifts, out=self._rotary)
         self._input_ids[:] = batch.token_ids[step.rows, positions]
         lengths = positions + 1
         listed = lengths.tolist()

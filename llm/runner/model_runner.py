@@ -45,10 +45,12 @@ from llm.loading.loader import load_dummy_weights, load_weights, weights_changed
 from llm.loading.weight_file import WeightFile
 from llm.loading.weight_map import Target, stored_name
 from llm.models.eagle3 import Eagle3ForCausalLM
+from llm.models.vision.tower import VisionTower
 from llm.platforms.interface import Platform
 from llm.quantization.on_load import ActivationStatistics
 from llm.runner.adapters import ModelAdapters
 from llm.runner.batch import InputBatch, StepInput
+from llm.runner.images import ImageRows, TowerTensors
 from llm.runner.inspection import (
     ExpertCounter,
     InputObserver,
@@ -141,6 +143,7 @@ class ModelRunner:
         with library_defaults(self.plan.config.num_threads), self.platform.inference_mode():
             self._load_adapters(plan)
             changes = self.batch.update(plan)
+            self.images.update(plan, self.batch)
             drafts = {self.batch.index[request_id]: own for request_id, own in plan.draft_token_ids.items()}
             self.processors.update_state(changes, drafts)
             if self.proposer is not None:
@@ -150,6 +153,7 @@ class ModelRunner:
             step = self.batch.build(plan)
             started = perf_counter()
             batch = self.prepare_batch(step)
+            self.images.apply(step, self.batch, batch)
             self.extend_context(batch, plan)
             self._copy_states((new.restored_slot, new.slot) for new in plan.new_rows if new.restored_slot)
             hidden = self.forward(batch)
@@ -192,6 +196,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Remove every batch row and reset the processors, after a failed step."""
         self.batch.clear()
+        self.images.clear()
         self.processors.forget_rows()
         if self.pooler is not None:
             self.pooler.forget()
@@ -405,6 +410,7 @@ class ModelRunner:
             has_slots=cache.num_state_slots > 0,
             rolls_back=all_roll_back(specs),
         )
+        self.images = ImageRows(self._make_tower)
         self._vocab_size = config.model_config.vocab_size
         self._logit_rows_at_once = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
         if config.lora_config is not None:
@@ -433,6 +439,18 @@ class ModelRunner:
         slots = cache.num_state_slots + cache.num_state_snapshots
         in_slots = iter(allocate_recurrent_states(recurrent, slots + 1, self.backend))
         return [next(in_blocks if isinstance(spec, PagedSpec) else in_slots) for spec in specs]
+
+    def _make_tower(self) -> VisionTower:
+        """The model's vision tower, with its weights; read when the first picture comes."""
+        with serial_pytorch(), library_defaults(self.plan.config.num_threads), torch.inference_mode(False):
+            with constructing(self.plan, self.platform), _told_of_memory():
+                tower = VisionTower(self.plan.hf_config)
+            try:
+                tensors = TowerTensors(self.plan.source.tensors(), tower)
+                load_weights(tower, tensors, show_progress=self.plan.show_progress)
+            finally:
+                self.plan.source.close()
+            return self.place_model(tower)
 
     def _make_head(self, config: SpeculativeConfig) -> HeadSource:
         """What drafts with the model's head, or one with a checkpoint of its own; it has the last of the states."""

@@ -190,6 +190,7 @@ class RecordedSteps:
         return (
             batch.positions.dim() == 1
             and batch.inputs_embeds is None
+            and batch.images is None
             and not batch.extensions
             and not self._is_watched()
         )

@@ -246,6 +246,9 @@ def choose_implementation(
     try:
         native = resolve_model_cls(reader.names("architectures") or [], reader.family)
     except UnsupportedModelError:
+        reading = None if is_gguf else _reads_images(reader)
+        if reading is not None:
+            return Implementation(reading, "native", "the language model of a family that reads images")
         if model_impl != "auto" or is_gguf or not _may_run_on_transformers(reader):
             raise
         return _of_transformers(f"no class of this package for {reader.family}")
@@ -254,6 +257,19 @@ def choose_implementation(
         return _of_transformers(f"{native.__name__} leaves this one: {declined}")
     reason = "registered for config.json's architectures or model_type"
     return Implementation(native, "native", f"asked for; {reason}" if model_impl != "auto" else reason)
+
+
+def _reads_images(reader: ConfigReader) -> type | None:
+    """The class for the language model in a checkpoint that reads images; None: it is no such, or has none here."""
+    if "vision_config" not in reader.raw and "text_config" not in reader.raw:
+        return None
+    from llm.models.vision.language import class_of, language_family
+    from llm.models.vision.tower import known_tower
+
+    name = known_tower(reader.family)
+    if name is None or name not in (reader.names("architectures") or [name]):
+        return None
+    return class_of(language_family(reader.raw))
 
 
 def _declined(native: type, reader: ConfigReader) -> str | None:

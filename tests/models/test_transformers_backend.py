@@ -24,7 +24,7 @@ from llm.models.transformers_backend.attention import Misfit, Trace, window_of
 from llm.models.transformers_backend.probe import compare as compare_hidden
 from llm.models.transformers_backend.recognise import recognise
 from llm.models.transformers_backend.replace import computes_as_ours
-from llm.models.transformers_backend.skeleton import _compute_buffers
+from llm.models.transformers_backend.skeleton import compute_buffers
 from llm.models.transformers_backend.stubs import CalledOnly, forget_weights
 
 SIZES = {
@@ -229,9 +229,9 @@ def test_a_table_that_nothing_computes_is_refused() -> None:
             if self.is_set:
                 self.table.fill_(0.0)
 
-    _compute_buffers(Model(True))
+    compute_buffers(Model(True))
     with pytest.raises(UnsupportedModelError, match="computes table of Model in no way known here"):
-        _compute_buffers(Model(False))
+        compute_buffers(Model(False))
 
 
 def test_a_model_that_mixes_tokens_is_refused() -> None:

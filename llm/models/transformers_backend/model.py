@@ -101,6 +101,8 @@ class TransformersForCausalLM(Patchable):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         if self._rows is not None:
             return self._rows.hidden(self._passes, batch)
+        if batch.images is not None:
+            raise UnsupportedModelError("models that run on transformers' code read no images here.")
         self._calls.start(batch)
         return self._passes.hidden(batch.input_ids, batch.positions, batch.inputs_embeds)
 

@@ -58,7 +58,7 @@ def build_skeleton(config: Theirs) -> Skeleton:
             trust_remote_code=False,
         )
     model.eval().requires_grad_(False)
-    _compute_buffers(model)
+    compute_buffers(model)
     return _parts(model)
 
 
@@ -100,7 +100,7 @@ def check_counts(config: object, where: str) -> None:
             raise UnsupportedModelError(f"{where}: {key} is {show(value)}, must be at most {_MOST_MODULES}.")
 
 
-def _compute_buffers(model: Theirs) -> None:
+def compute_buffers(model: Theirs) -> None:
     """Buffers that no checkpoint stores get their values; those that it stores become parameters, to be loaded."""
     total = sum(buffer.nbytes for buffer in model.buffers())
     if total > _MOST_BUFFER_BYTES:
@@ -116,10 +116,11 @@ def _compute_buffers(model: Theirs) -> None:
                 del module._buffers[name]
                 module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
     with refusing("transformers cannot compute the model's tables"), torch.no_grad(), without_warnings():
-        for module in model.modules():
-            # Some read what only a loaded model has. A table that is left unset is found below.
-            with suppress(AttributeError):
-                model._init_weights(module)
+        for owner in (part for part in model.modules() if hasattr(part, "_init_weights")):  # a tower has its own
+            for module in owner.modules():
+                # Some read what only a loaded model has. A table that is left unset is found below.
+                with suppress(AttributeError):
+                    owner._init_weights(module)
     for name in made:
         path, _, last = name.rpartition(".")
         if _is_unset(model.get_submodule(path)._buffers[last]):

@@ -1,0 +1,114 @@
+"""The language model in a checkpoint of a family that reads images and has no class of its own here.
+
+config.json is read with transformers' config class, which knows what its missing keys mean; the object under
+"text_config" names the language model's family. Its class, with the names that weights have in such a checkpoint, is
+made here: `Images_LlamaForCausalLM` is that of Llama.
+"""
+
+from __future__ import annotations
+
+from llm.base.text import show
+from llm.errors import UnsupportedModelError
+from llm.models.config_reader import ConfigReader
+from llm.models.decoder import DecoderConfig, DecoderForCausalLM
+from llm.models.text_part import TextPart, in_text_part, read_text_part
+from llm.models.transformers_backend.skeleton import Theirs
+
+_PREFIX = "Images_"
+# The name of a language model's config in transformers -> the family whose class reads it.
+_SAME = {"qwen3_vl_moe_text": "qwen3_moe"}
+_made: dict[str, type] = {}
+
+
+class ReadsImages(TextPart):
+    """Before a family's class among the bases."""
+
+    renames = (
+        *TextPart.renames,
+        ("model.text_model", "model"),
+        ("language_model", "model"),
+    )
+    left_out = (
+        *TextPart.left_out,
+        "connector",
+        "model.connector",
+        "image_newline",
+        "model.image_newline",
+        "mlp1",
+    )
+
+
+def language_family(raw: dict[str, Theirs]) -> str:
+    """The model_type of the language model in a decoded config.json; "": it names none."""
+    text = raw.get("text_config")
+    named = text.get("model_type") if isinstance(text, dict) else None
+    if isinstance(named, str):
+        return _SAME.get(named, named)
+    found = _theirs(raw)
+    return _SAME.get(found.model_type, found.model_type)
+
+
+def class_of(family: str) -> type | None:
+    """The class for the language model of this family in such a checkpoint; None: the family has no class here."""
+    from llm.models.registry import resolve_model_cls
+
+    try:
+        own = resolve_model_cls([], family)
+    except UnsupportedModelError:
+        return None
+    return _made_of(own) if issubclass(own, DecoderForCausalLM) else None
+
+
+def _made_of(own: type[DecoderForCausalLM]) -> type:
+    name = f"{_PREFIX}{own.__name__}"
+    if name not in _made:
+
+        def read_config(cls: type, reader: ConfigReader) -> DecoderConfig:
+            return _read(own, reader)
+
+        _made[name] = type(
+            name,
+            (ReadsImages, own),
+            {
+                "__module__": __name__,
+                "__doc__": f"{own.__name__} in a checkpoint that reads images.",
+                "renames": (*in_text_part(own.renames), *ReadsImages.renames),
+                "read_config": classmethod(read_config),
+            },
+        )
+    return _made[name]
+
+
+def __getattr__(name: str) -> type:
+    """The classes by name, so that they can be pickled."""
+    from llm.models.registry import class_named
+
+    own = class_named(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+    if own is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _made_of(own)
+
+
+def _read(own: type[DecoderForCausalLM], reader: ConfigReader) -> DecoderConfig:
+    text = _theirs(reader.raw).to_dict()
+    known = {key: value for key, value in text.items() if value is not None}
+    known |= {"model_type": language_family(reader.raw)}
+    known |= {**reader.nested("text_config")} | {"model_type": known["model_type"]}
+    outside = {key: reader.raw[key] for key in ("tie_word_embeddings",) if key in reader.raw}
+    left = {"model_type": reader.family, "text_config": known, **outside}
+    return read_text_part(ConfigReader(left), own, {}, ())
+
+
+def _theirs(raw: Theirs) -> Theirs:
+    """transformers' config of the language model."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    from llm.models.transformers_backend.skeleton import refusing, without_warnings
+
+    given = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map", "quantization_config")}
+    with refusing("transformers cannot read config.json"), without_warnings():
+        config: Theirs = AutoConfig.for_model(raw["model_type"], **PreTrainedConfig._decode_special_floats(given))
+        found = config.get_text_config(decoder=True)
+    if found is config:
+        raise UnsupportedModelError(f"config.json of {show(raw['model_type'])} has no config of a language model.")
+    return found

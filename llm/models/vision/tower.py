@@ -1,0 +1,217 @@
+"""A model's vision tower: transformers' own modules, with our linear layers in them.
+
+The whole model of transformers is built without weights, and its language model is taken out. What stays are the tower
+and what joins it to the language model; `get_image_features` computes a picture's features, one picture at a time, so
+that these depend on nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from llm.base.text import show
+from llm.base.types import JsonObject
+from llm.base.watch import Patchable
+from llm.errors import UnsupportedModelError
+from llm.layers.linear import ReplicatedLinear
+from llm.models.transformers_backend.skeleton import Theirs, check_counts, compute_buffers, refusing, without_warnings
+from llm.models.transformers_backend.weights import WeightNames
+
+# Where transformers' models have their language model, from the model or from its `model`.
+_LANGUAGE = ("language_model", "text_model")
+_HEADS = ("lm_head", "language_model.lm_head")
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of one picture.
+
+    Attributes:
+        rows: float32 [tokens, hidden size], in the places of its tokens.
+        deep: further ones of the same shape, added to what enters the second layer and those after it (DeepStack).
+    """
+
+    rows: torch.Tensor
+    deep: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes * (1 + len(self.deep))
+
+
+def known_tower(model_type: str) -> str | None:
+    """The class of transformers for models of this type that read images; None: there is none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
+    return found if isinstance(found, str | None) else found[0]
+
+
+class VisionTower(Patchable):
+    """The parts of a model that are no language model.
+
+    Args:
+        raw: the decoded config.json.
+
+    Raises:
+        UnsupportedModelError: transformers has no such model, or it has no `get_image_features`.
+    """
+
+    def __init__(self, raw: JsonObject) -> None:
+        super().__init__()
+        with torch.no_grad(), refusing(f"the vision tower of {raw.get('model_type')} cannot be built"):
+            model = _skeleton(raw)
+            self.names = _TowerNames(model)
+            self._language = _take_out_language_model(model)
+            compute_buffers(model)
+            for path, module in list(model.named_modules()):
+                if type(module) is nn.Linear:
+                    model.set_submodule(path, _linear(module, path))
+            _allocate(model)
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        for name, parameter in model.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        self._theirs: tuple[Theirs] = (model,)  # its parts are registered above, under the names of the checkpoint
+        takes = inspect.signature(_owner(model, "get_image_features").get_image_features).parameters
+        self._takes = frozenset(takes)
+
+    def rename_weight(self, name: str) -> str:
+        return self.names.rename(name)
+
+    def merge_weights(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], names: Iterable[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.names.merge(tensors, names)
+
+    def ignores_weight(self, name: str) -> bool:
+        """Those of the language model, and those that transformers leaves out."""
+        return not self.has(name) or self.names.ignores(name)
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint is one of these parts'."""
+        target = self.names.source(name)[0]
+        return not any(target == part or target.startswith(f"{part}.") for part in (*self._language, "lm_head"))
+
+    @property
+    def token_id(self) -> int:
+        config = self._theirs[0].config
+        found = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+        if not isinstance(found, int):
+            raise UnsupportedModelError("config.json names no token that stands for an image.")
+        return found
+
+    def features(self, inputs: Mapping[str, torch.Tensor]) -> Features:
+        """Of one picture, of what its processor made."""
+        model = _owner(self._theirs[0], "get_image_features")
+        takes = self._takes
+        given = {name: value for name, value in inputs.items() if name in takes}
+        found = model.get_image_features(**given, **self._defaults(), return_dict=True)
+        rows = _rows(getattr(found, "pooler_output", found))
+        deep = getattr(found, "deepstack_features", None) or ()
+        return Features(rows, tuple(map(_rows, deep)))
+
+    def _defaults(self) -> dict[str, Theirs]:
+        """Arguments that the models' forward takes from config.json where it is not given them."""
+        config = self._theirs[0].config
+        found: dict[str, Theirs] = {}
+        for name in ("vision_feature_layer", "vision_feature_select_strategy"):
+            if name in self._takes and hasattr(config, name):
+                found[name] = getattr(config, name)
+        return found
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether tokens have three positions."""
+        return hasattr(_base(self._theirs[0]), "get_rope_index")
+
+    def positions(self, token_ids: Sequence[int], pictures: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+        """The three positions of a prompt's tokens, int64 [3, N]."""
+        base = _base(self._theirs[0])
+        ids = torch.tensor([list(token_ids)], dtype=torch.int64)
+        grids = [inputs["image_grid_thw"] for inputs in pictures if "image_grid_thw" in inputs]
+        found, _ = base.get_rope_index(
+            ids,
+            mm_token_type_ids=(ids == self.token_id).int(),
+            image_grid_thw=torch.cat(grids) if grids else None,
+        )
+        positions: torch.Tensor = found[:, 0].long()
+        return positions
+
+
+def _skeleton(raw: JsonObject) -> Theirs:
+    from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
+
+    family = str(raw.get("model_type"))
+    if known_tower(family) is None:
+        raise UnsupportedModelError(f"transformers has no model of model_type {show(family)} that reads images.")
+    check_counts(dict(raw), "config.json")
+    given = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map", "quantization_config")}
+    config: Theirs = AutoConfig.for_model(family, **PreTrainedConfig._decode_special_floats(given))
+    with torch.device("meta"), without_warnings():
+        model: Theirs = AutoModelForImageTextToText.from_config(
+            config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=False
+        )
+    model.eval().requires_grad_(False)
+    if not hasattr(model, "get_image_features") and not hasattr(_base(model), "get_image_features"):
+        raise UnsupportedModelError(f"{type(model).__name__} of transformers has no get_image_features.")
+    return model
+
+
+def _base(model: Theirs) -> Theirs:
+    found = getattr(model, "model", None)
+    return model if found is None else found
+
+
+def _owner(model: Theirs, name: str) -> Theirs:
+    base = _base(model)
+    return base if hasattr(base, name) else model
+
+
+def _take_out_language_model(model: Theirs) -> tuple[str, ...]:
+    """The paths where it was."""
+    found = []
+    for path in (*(f"model.{name}" for name in _LANGUAGE), *_LANGUAGE):
+        owner, _, name = path.rpartition(".")
+        place = model.get_submodule(owner) if not owner or hasattr(model, owner) else None
+        if isinstance(getattr(place, name, None), nn.Module):
+            setattr(place, name, nn.Identity())
+            found.append(path)
+    if not found:
+        raise UnsupportedModelError(f"{type(model).__name__} of transformers has no language model of its own.")
+    if hasattr(model, "lm_head"):
+        model.lm_head = nn.Identity()
+    return tuple(found)
+
+
+def _linear(theirs: nn.Linear, name: str) -> ReplicatedLinear:
+    return ReplicatedLinear(
+        theirs.in_features,
+        theirs.out_features,
+        theirs.bias is not None,
+        params_dtype=torch.float32,
+        prefix=name,
+        return_bias=False,
+    )
+
+
+def _allocate(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                data = torch.empty(parameter.shape, dtype=parameter.dtype)
+                module._parameters[name] = nn.Parameter(data, requires_grad=False)
+
+
+def _rows(found: Theirs) -> torch.Tensor:
+    parts = [found] if isinstance(found, torch.Tensor) else list(found)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).float()
+
+
+class _TowerNames(WeightNames):
+    """Of the whole model: what is not the tower's is let through and ignored."""

@@ -1,0 +1,163 @@
+"""The pictures of batch rows: their features, and where a step's tokens find them.
+
+The vision tower is read from the checkpoint when the first picture comes: who sends text alone pays nothing for it.
+Features are computed picture by picture, so they depend on nothing but the picture, and are kept for pictures that
+come again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from llm.engine.step import NewRow, RowImage, SchedulerOutput
+from llm.errors import LLMError
+from llm.forward import ForwardBatch, ImageTokens
+from llm.loading.checkpoint import TensorInfo
+from llm.loading.source import Tensors
+from llm.models.vision.tower import Features, VisionTower
+from llm.runner.batch import InputBatch, StepInput
+
+# Of features that no running row needs.
+KEPT_BYTES = 1 << 30
+# Inputs of a tower up to this many elements are sizes, not pixels; positions are made of them.
+_SMALL = 64
+
+
+@dataclass
+class _Known:
+    """A picture's features, and the sizes among the tower's inputs."""
+
+    features: Features
+    sizes: dict[str, torch.Tensor]
+
+
+@dataclass
+class _Row:
+    """positions: int64 [3, prompt tokens]; None: tokens have one position each."""
+
+    images: tuple[RowImage, ...]
+    known: list[_Known]
+    positions: np.ndarray | None
+
+
+class TowerTensors:
+    """The tensors of a checkpoint that are a tower's."""
+
+    def __init__(self, checkpoint: Tensors, tower: VisionTower) -> None:
+        self._stream = checkpoint.stream
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: info for name, info in checkpoint.tensors.items() if tower.has(name)
+        }
+        self.total_bytes = sum(info.nbytes for info in self.tensors.values())
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._stream():  # memory-mapped: what is passed over is not read
+            if name in self.tensors:
+                yield name, tensor
+
+
+class ImageRows:
+    """The pictures of the rows in the batch.
+
+    Args:
+        make_tower: loads the vision tower.
+        multiplier: of features, where the language model multiplies its embeddings after pictures are among them.
+    """
+
+    def __init__(self, make_tower: Callable[[], VisionTower], multiplier: float = 1.0) -> None:
+        self._make_tower = make_tower
+        self._tower: VisionTower | None = None
+        self._multiplier = multiplier
+        self._rows: dict[str, _Row] = {}
+        self._features: OrderedDict[bytes, _Known] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def tower(self) -> VisionTower:
+        if self._tower is None:
+            self._tower = self._make_tower()
+        return self._tower
+
+    def update(self, plan: SchedulerOutput, batch: InputBatch) -> None:
+        """Take the rows that entered the batch, which knows them already; forget those that left."""
+        for request_id in plan.removed:
+            self._rows.pop(request_id, None)
+        for new in plan.new_rows:
+            if new.images is not None:
+                row = self._rows[new.request_id] = self._row(new)
+                if row.positions is not None:
+                    shift = int(row.positions.max()) + 1 - new.num_prompt_tokens
+                    batch.position_shifts[batch.index[new.request_id]] = shift
+
+    def clear(self) -> None:
+        self._rows.clear()
+
+    def apply(self, step: StepInput, batch: InputBatch, forward: ForwardBatch) -> None:
+        """Put the pictures' features and positions into a step's input."""
+        if not self._rows:
+            return
+        starts = np.cumsum(step.counts) - step.counts
+        found: list[tuple[np.ndarray, _Known, slice]] = []
+        positions: np.ndarray | None = None
+        for row, start, count in zip(step.rows.tolist(), starts.tolist(), step.counts.tolist(), strict=True):
+            own = self._rows.get(batch.request_ids[row])
+            first = int(batch.num_computed[row])
+            if own is None or first >= batch.num_prompt_tokens[row]:
+                continue
+            for image, known in zip(own.images, own.known, strict=True):
+                lo, hi = np.searchsorted(image.places, (first, first + count)).tolist()
+                if lo < hi:
+                    found.append((image.places[lo:hi] + (start - first), known, slice(lo, hi)))
+            if own.positions is not None:
+                if positions is None:
+                    positions = np.repeat(forward.positions.cpu().numpy()[None], 3, axis=0)
+                known_to = min(first + count, own.positions.shape[1])
+                positions[:, start : start + known_to - first] = own.positions[:, first:known_to]
+        if positions is not None:
+            forward.positions = torch.from_numpy(positions).to(forward.positions.device)
+        if found:
+            forward.images = self._tokens(found, forward.input_ids.device)
+
+    def _tokens(self, found: list[tuple[np.ndarray, _Known, slice]], device: torch.device) -> ImageTokens:
+        indices = torch.from_numpy(np.concatenate([places for places, _, _ in found]))
+        rows = torch.cat([known.features.rows[part] for _, known, part in found])
+        depth = max(len(known.features.deep) for _, known, _ in found)
+        deep = tuple(
+            torch.cat([known.features.deep[layer][part] for _, known, part in found]) for layer in range(depth)
+        )
+        return ImageTokens(indices.to(device), rows.to(device), tuple(item.to(device) for item in deep))
+
+    def _row(self, new: NewRow) -> _Row:
+        images = new.images.images if new.images is not None else ()
+        known = [self._known(image) for image in images]
+        positions = None
+        if self.tower.has_axes:
+            prompt = new.token_ids[: new.num_prompt_tokens]
+            positions = self.tower.positions(prompt, [item.sizes for item in known]).numpy()
+        return _Row(images, known, positions)
+
+    def _known(self, image: RowImage) -> _Known:
+        found = self._features.get(image.key)
+        if found is not None:
+            self._features.move_to_end(image.key)
+            return found
+        inputs = image.load()
+        features = self.tower.features(inputs)
+        if len(features.rows) != len(image.places):
+            raise LLMError(
+                f"the vision tower makes {len(features.rows)} features of an image that has {len(image.places)} tokens "
+                "in the prompt; the processor's files are not of this model."
+            )
+        if self._multiplier != 1.0:
+            features = Features(features.rows * self._multiplier, features.deep)
+        sizes = {name: value for name, value in inputs.items() if value.numel() <= _SMALL}
+        found = self._features[image.key] = _Known(features, sizes)
+        self._bytes += features.nbytes
+        while self._bytes > KEPT_BYTES and len(self._features) > 1:
+            self._bytes -= self._features.popitem(last=False)[1].features.nbytes
+        return found

@@ -1,0 +1,524 @@
+"""Tries every family that reads images of the installed transformers, on a tiny random checkpoint each.
+
+    python tests/models/images.py [MODEL_TYPE ...] [--write]
+
+Prompts with no, one and two pictures of odd sizes: token ids and pixels must be those of transformers' processor, and
+the logprobs of whole prompts and of greedy answers within 1e-4 of transformers' float32. One request is asked again
+alone, in chunks. `--write` writes the table IMAGES.md beside this file. All take some minutes, so this is not part of
+the test suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny_models import BASE, TINY_MODELS, randomise
+
+from llm import LLM, SamplingParams
+from llm.errors import LLMError
+
+TOLERANCE = 1e-4
+TABLE = Path(__file__).parent / "IMAGES.md"
+GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+VOCAB = 384
+_TOKENS = (
+    "<image>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<|image_pad|>",
+    "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<image_soft_token>",
+    "<start_of_image>", "<end_of_image>", "<img>", "</img>", "<IMG_CONTEXT>", "<|image|>", "<|video|>",
+    "<|begin_of_image|>", "<|end_of_image|>", "<imgpad>", "<|image_start|>", "<|image_end|>", "<|patch|>",
+    "<|tile_x_separator|>", "<|tile_y_separator|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>",
+    "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL", "<|IMAGE_START|>", "<|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>",
+    "<image_id>", "</image_id>", "<slice>", "</slice>", "<|image_unpad|>", "<|listen|>", "</image>",
+    "<|img_row_1_col_1|>",
+    "<|img_thumbnail|>",
+)  # fmt: skip
+CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+SIGLIP = {**CLIP, "model_type": "siglip_vision_model", "num_hidden_layers": 2, "vision_use_head": False}
+PIXTRAL = {**CLIP, "model_type": "pixtral", "num_hidden_layers": 2, "head_dim": 8}
+QWEN_VISION = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 48, "patch_size": 4,
+    "window_size": 16, "fullatt_block_indexes": [1], "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+}  # fmt: skip
+INTERNVL = {
+    "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": [32, 32],
+    "patch_size": [8, 8],
+}  # fmt: skip
+_QWEN = {key: value for key, value in BASE.items() if key != "head_dim"}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_CROP = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+_TILES = {"size": {"height": 32, "width": 32}, "crop_to_patches": True, "min_patches": 1, "max_patches": 4}
+_QWEN_PIXELS = {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 4096}}
+_GRIDS = [[32, 64], [64, 32], [64, 64]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny checkpoint.
+
+    Attributes:
+        text, vision: the keys of the nested configs; more: those beside them. A token's text stands for its id.
+        processor, pixels: the keys of processor_config.json and preprocessor_config.json.
+        tokens: what the tokenizer has as attributes, such as `image_token`.
+    """
+
+    text: Mapping[str, Any]
+    vision: Mapping[str, Any]
+    more: Mapping[str, Any] = field(default_factory=dict)
+    processor: Mapping[str, Any] = field(default_factory=dict)
+    pixels: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Mapping[str, str] = field(default_factory=dict)
+
+
+def _text(kind: str, **more: Any) -> dict[str, Any]:
+    return {**BASE, "model_type": kind, "vocab_size": VOCAB, **more}
+
+
+_LLAVA = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+_QWEN2 = {**_QWEN, "vocab_size": VOCAB, "rope_parameters": _MROPE}
+_QWEN3_MROPE = {**_MROPE, "mrope_section": [3, 1, 1], "mrope_interleaved": True}
+_QWEN_IDS = {
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}  # fmt: skip
+FAMILIES: dict[str, Family] = {
+    "llava": Family(_text("llama"), CLIP, {"image_token_id": "<image>"}, _LLAVA, _CROP),
+    "vipllava": Family(
+        _text("llama"),
+        {**CLIP, "num_hidden_layers": 3},
+        {"image_token_id": "<image>", "vision_feature_layers": [-1, -2]},
+        _LLAVA,
+        _CROP,
+    ),
+    "llava_next": Family(
+        _text("mistral"),
+        CLIP,
+        {"image_token_id": "<image>", "image_grid_pinpoints": _GRIDS},
+        _LLAVA,
+        {**_CROP, "image_grid_pinpoints": _GRIDS},
+    ),
+    "llava_onevision": Family(
+        {**_QWEN, "model_type": "qwen2", "vocab_size": VOCAB},
+        SIGLIP,
+        {
+            "image_token_id": "<image>",
+            "video_token_id": "<video>",
+            "image_grid_pinpoints": _GRIDS,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_9",
+        },
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+        {"size": {"height": 32, "width": 32}, "image_grid_pinpoints": _GRIDS},
+    ),
+    "idefics3": Family(
+        _text("llama"),
+        {**SIGLIP, "model_type": "idefics3_vision"},
+        {"image_token_id": "<image>", "scale_factor": 2},
+        {"image_seq_len": 4},
+        {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
+    ),
+    "smolvlm": Family(
+        _text("llama"),
+        {**SIGLIP, "model_type": "smolvlm_vision"},
+        {"image_token_id": "<image>", "scale_factor": 2},
+        {"image_seq_len": 4},
+        {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
+    ),
+    "internvl": Family(
+        {**_QWEN, "model_type": "qwen2", "vocab_size": VOCAB},
+        INTERNVL,
+        {"image_token_id": "<IMG_CONTEXT>"},
+        {"image_seq_length": 4},
+        _TILES,
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+    ),
+    "got_ocr2": Family(
+        {**_QWEN, "model_type": "qwen2", "vocab_size": VOCAB, "max_position_embeddings": 1024},
+        {
+            "hidden_size": 16,
+            "output_channels": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 64,
+            "patch_size": 4,
+            "mlp_dim": 20,
+            "window_size": 2,
+            "global_attn_indexes": [1],
+        },
+        {"image_token_id": "<imgpad>"},
+        {},
+        {"size": {"height": 64, "width": 64}},
+    ),
+    "aya_vision": Family(
+        {key: value for key, value in _text("cohere2", sliding_window=64).items() if key != "rms_norm_eps"},
+        SIGLIP,
+        {"image_token_id": "<|IMG_PATCH|>", "downsample_factor": 2, "alignment_intermediate_size": 32},
+        {"patch_size": 8, "img_size": 32, "downsample_factor": 2},
+        _TILES,
+    ),
+    "qwen2_vl": Family(
+        _QWEN2,
+        {"depth": 2, "embed_dim": 16, "num_heads": 2, "hidden_size": 48, "patch_size": 4},
+        _QWEN_IDS,
+        {},
+        _QWEN_PIXELS,
+    ),
+    "qwen2_5_vl": Family(_QWEN2, QWEN_VISION, _QWEN_IDS, {}, _QWEN_PIXELS),
+    "qwen3_vl": Family(
+        {**BASE, "vocab_size": VOCAB, "rope_parameters": _QWEN3_MROPE}, QWEN_VISION, _QWEN_IDS, {}, _QWEN_PIXELS
+    ),
+    "qwen3_vl_moe": Family(
+        {
+            **BASE,
+            "vocab_size": VOCAB,
+            "rope_parameters": _QWEN3_MROPE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "decoder_sparse_step": 1,
+        },
+        QWEN_VISION,
+        _QWEN_IDS,
+        {},
+        {**_QWEN_PIXELS, "image_processor_type": "Qwen2VLImageProcessorPil"},
+    ),
+    "qwen3_5": Family(
+        {**BASE, **TINY_MODELS["qwen3-5"].config, "vocab_size": VOCAB}, QWEN_VISION, _QWEN_IDS, {}, _QWEN_PIXELS
+    ),
+    "qwen3_5_moe": Family(
+        {
+            **{key: value for key, value in BASE.items() if key != "intermediate_size"},
+            **TINY_MODELS["qwen3-5"].config,
+            "vocab_size": VOCAB,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+        QWEN_VISION,
+        _QWEN_IDS,
+        {},
+        _QWEN_PIXELS,
+    ),
+    "gemma3": Family(
+        _text("gemma3_text", sliding_window=40, num_hidden_layers=3),
+        SIGLIP,
+        {
+            "image_token_id": "<image_soft_token>",
+            "boi_token_index": "<start_of_image>",
+            "mm_tokens_per_image": 4,
+            "eoi_token_index": "<end_of_image>",
+        },
+        {"image_seq_length": 4},
+        {"size": {"height": 32, "width": 32}},
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+    ),
+    "paligemma": Family(
+        _text("gemma"),
+        {**SIGLIP, "projection_dim": 48},
+        {"image_token_id": "<image>", "projection_dim": 48},
+        {},
+        {"size": {"height": 32, "width": 32}, "image_seq_length": 16},
+        {"image_token": "<image>"},
+    ),
+    "mistral3": Family(
+        _text("mistral"),
+        PIXTRAL,
+        {"image_token_id": "[IMG]", "spatial_merge_size": 2, "vision_feature_layer": -1},
+        {"patch_size": 8, "spatial_merge_size": 2},
+        {"size": {"longest_edge": 64}, "patch_size": 8},
+    ),
+    "llava-pixtral": Family(
+        _text("mistral"),
+        PIXTRAL,
+        {"image_token_id": "[IMG]", "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        {"patch_size": 8, "processor_class": "PixtralProcessor"},
+        {"size": {"longest_edge": 64}, "patch_size": 8, "image_processor_type": "PixtralImageProcessor"},
+    ),
+    "llama4": Family(
+        {**BASE, **TINY_MODELS["llama4"].config, "vocab_size": VOCAB},
+        {
+            "hidden_size": 16,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        },
+        {"image_token_index": "<|patch|>"},
+        {"patch_size": 8},
+        {"size": {"height": 32, "width": 32}, "max_patches": 4},
+    ),
+    "glm4v": Family(
+        _text("glm4v_text", rope_parameters={**_MROPE, "partial_rotary_factor": 0.5}),
+        {**QWEN_VISION, "image_size": 32, "spatial_merge_size": 2},
+        {
+            "image_token_id": "<|image|>",
+            "video_token_id": "<|video|>",
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+        },
+        {},
+        _QWEN_PIXELS,
+    ),
+    "gemma4": Family(
+        {**BASE, **TINY_MODELS["gemma4"].config, "vocab_size": VOCAB},
+        {
+            "hidden_size": 16,
+            "intermediate_size": 20,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "patch_size": 4,
+            "position_embedding_size": 64,
+        },
+        {"image_token_id": "<image_soft_token>"},
+        {"image_seq_length": 70},
+        {"patch_size": 4, "max_soft_tokens": 70},
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+    ),
+    "lighton_ocr": Family(
+        _text("qwen3"),
+        PIXTRAL,
+        {"image_token_id": "<|image_pad|>", "spatial_merge_size": 2},
+        {"patch_size": 8, "spatial_merge_size": 2},
+        {"size": {"longest_edge": 64}, "patch_size": 8},
+        {"image_token": "<|image_pad|>", "image_break_token": "<|vision_start|>", "image_end_token": "<|vision_end|>"},
+    ),
+}
+
+
+@cache
+def _tokenizer(tokens: tuple[tuple[str, str], ...]) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    own = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=own, bos_token="<s>", eos_token="</s>", pad_token="<pad>", extra_special_tokens=dict(tokens)
+    )
+    theirs.add_special_tokens({"additional_special_tokens": list(_TOKENS)})
+    theirs.chat_template = (
+        "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}"
+        "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+        "PLACEHOLDER{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return theirs
+
+
+def write(name: str, folder: Path, seed: int = 3) -> Any:
+    """A tiny checkpoint in `folder`; returns transformers' model."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    family, kind = FAMILIES[name], name.partition("-")[0]
+    tokenizer = _tokenizer(tuple(sorted(family.tokens.items())))
+
+    def with_ids(value: Any) -> Any:
+        return tokenizer.convert_tokens_to_ids(value) if isinstance(value, str) and value in _TOKENS else value
+
+    more = {key: with_ids(value) for key, value in family.more.items()}
+    config = AutoConfig.for_model(
+        kind, text_config=dict(family.text), vision_config=dict(family.vision), **{"tie_word_embeddings": False, **more}
+    )
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    randomise(model, seed=seed)
+    model.save_pretrained(folder)
+    tokenizer.chat_template = tokenizer.chat_template.replace("PLACEHOLDER", placeholder(name))
+    tokenizer.save_pretrained(folder)
+    known = IMAGE_PROCESSOR_MAPPING_NAMES.get(kind, {})
+    pixels = {"image_processor_type": known.get("pil") or known.get("torchvision"), **family.pixels}
+    (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
+    if family.processor:
+        (folder / "processor_config.json").write_text(json.dumps(dict(family.processor)))
+    return model
+
+
+def placeholder(name: str) -> str:
+    """What stands for a picture in a prompt of this family."""
+    tokens = {"gemma3": "<start_of_image>", "aya_vision": "<image>", "llama4": "<|image|>"}
+    family = FAMILIES[name]
+    found = tokens.get(name) or family.more.get("image_token_id") or family.more.get("image_token_index")
+    return str(found)
+
+
+def wrapped(name: str) -> str:
+    """With the tokens that chat templates put around it."""
+    around = {"qwen": ("<|vision_start|>", "<|vision_end|>"), "glm4": ("<|begin_of_image|>", "<|end_of_image|>")}
+    first, last = around.get(name[:4], ("", ""))
+    return f"{first}{placeholder(name)}{last}"
+
+
+def picture(width: int, height: int, seed: int = 0) -> Any:
+    from PIL import Image
+
+    values = np.random.default_rng([seed, width, height]).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+PICTURES = (picture(53, 37), picture(20, 90), picture(64, 64))
+# Text, where # stands for a picture; which pictures.
+PROMPTS: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("hello world", ()),
+    ("a # b", (0,)),
+    ("x##y", (1, 0)),
+    ("# what # is this", (2, 2)),
+)
+
+
+def asked(name: str) -> list[dict[str, Any]]:
+    """The prompts for `LLM.generate`."""
+    mark = wrapped(name)
+    return [
+        {"prompt": text.replace("#", mark), "multi_modal_data": {"image": [PICTURES[index] for index in own]}}
+        for text, own in PROMPTS
+    ]
+
+
+def worst(llm: LLM, model: Any, prompt: Mapping[str, Any], output: Any) -> float:
+    """The largest difference of a logprob to transformers'; raises where ids or pixels differ."""
+    images = prompt["multi_modal_data"]["image"]
+    inputs, full = theirs(llm, prompt, output)
+    if images:
+        own = llm._preprocessor.images
+        for index, image in enumerate(images):  # one at a time gives the pixels of all together
+            found = own.processor.process(image, {}, len(images)).inputs
+            for key in ("pixel_values", "image_grid_thw"):
+                if key in found and len(images) == 1:
+                    assert torch.equal(found[key], inputs[key]), f"{key} of image {index}"
+    with torch.inference_mode():
+        logprobs = model(**inputs).logits[0].float().log_softmax(-1)
+    count = len(output.prompt_token_ids)
+    scored = [*zip(output.prompt_logprobs[1:], logprobs[: count - 1], strict=True)]
+    scored += [*zip(output.outputs[0].logprobs, logprobs[count - 1 : len(full) - 1], strict=True)]
+    return max(abs(item.logprob - float(row[token])) for tops, row in scored for token, item in tops.items())
+
+
+def theirs(llm: LLM, prompt: Mapping[str, Any], output: Any) -> tuple[dict[str, Any], list[int]]:
+    """transformers' inputs for a prompt and its answer; raises where its processor gives other ids."""
+    images = prompt["multi_modal_data"]["image"]
+    processor = llm._preprocessor.images.processor._theirs
+    nested = type(processor).__name__ in ("Idefics2Processor", "Idefics3Processor", "SmolVLMProcessor")
+    given = {"images": [images] if nested else images} if images else {}
+    if images:
+        inputs = dict(processor(text=[prompt["prompt"]], return_tensors="pt", **given))
+    else:
+        inputs = dict(processor.tokenizer([prompt["prompt"]], return_tensors="pt"))
+    ids = inputs["input_ids"][0].tolist()
+    assert ids == list(output.prompt_token_ids), f"ids {list(output.prompt_token_ids)} are {ids} in transformers"
+    full = ids + list(output.outputs[0].token_ids)
+    inputs["input_ids"] = torch.tensor([full])
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    for key in ("mm_token_type_ids", "token_type_ids"):
+        if key in inputs:
+            more = torch.zeros(1, len(full) - len(ids), dtype=inputs[key].dtype)
+            inputs[key] = torch.cat([inputs[key], more], 1)
+    return inputs, full
+
+
+def bits(output: Any) -> tuple[Any, ...]:
+    """Everything of an answer that may not depend on anything else."""
+    answer = output.outputs[0]
+    return (
+        *(tuple(output.prompt_token_ids), tuple(answer.token_ids)),
+        *(sorted((token, item.logprob) for token, item in tops.items()) for tops in answer.logprobs),
+        *(sorted((token, item.logprob) for token, item in (tops or {}).items()) for tops in output.prompt_logprobs),
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """`how`: "agrees", "refused", "wrong", or "not built" where no tiny one could be."""
+
+    name: str
+    how: str
+    note: str
+
+
+def attempt(name: str, folder: Path) -> Result:
+    try:
+        model = write(name, folder)
+    except Exception as error:
+        return Result(name, "not built", f"{type(error).__name__}: {_line(error)}")
+    try:
+        with LLM(folder, use_tqdm_on_load=False) as llm:
+            prompts = asked(name)
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            found = max(worst(llm, model, prompt, output) for prompt, output in zip(prompts, outputs, strict=True))
+        with LLM(folder, use_tqdm_on_load=False, max_num_batched_tokens=16, enable_prefix_caching=False) as llm:
+            again = llm.generate([prompts[2]], GREEDY, use_tqdm=False)
+        if bits(again[0]) != bits(outputs[2]):
+            return Result(name, "wrong", "in chunks of 16 tokens the bits are others")
+        return Result(name, "agrees" if found < TOLERANCE else "wrong", f"{found:.1e}")
+    except LLMError as error:
+        return Result(name, "refused", _line(error))
+    except Exception as error:
+        logging.getLogger("images").debug("%s", name, exc_info=error)
+        return Result(name, "wrong", f"{type(error).__name__}: {_line(error)}")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160].replace("|", "/")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--debug", action="store_true")
+    given = parser.parse_args(arguments)
+    if given.debug:
+        logging.basicConfig(level=logging.WARNING)
+        logging.getLogger("images").setLevel(logging.DEBUG)
+    warnings.simplefilter("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    rows: list[Result] = []
+    run: Callable[[str, Path], Result] = attempt
+    for name in given.families or [*FAMILIES]:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(run(name, Path(folder)))
+        print(f"{rows[-1].name:20} {rows[-1].how:10} {rows[-1].note}", flush=True)
+    agree = sum(row.how == "agrees" for row in rows)
+    print(f"{agree} of {len(rows)} agree")
+    if given.write:
+        lines = [f"| {row.name} | {row.how} | {row.note} |" for row in rows]
+        head = "# Families that read images\n\nWritten by `python tests/models/images.py --write`.\n\n"
+        TABLE.write_text(
+            f"{head}{agree} of {len(rows)} agree.\n\n| family | | |\n|---|---|---|\n" + "\n".join(lines) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
