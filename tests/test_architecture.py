@@ -26,7 +26,6 @@ FLOORS = {
     "llm.sampling_params": 1,
     "llm.errors": 1,
     "llm.forward": 1,
-    "llm.images": 6,
     "llm.inputs": 1,
     "llm.logger": 1,
     "llm.outputs": 1,

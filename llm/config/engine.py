@@ -351,7 +351,7 @@ class EngineArgs:
     merge_lora: str | Path | None = None
     profiler_config: object = None  # read by `ProfilerConfig.of`
     prefix_cache: str | Path | None = None
-    limit_mm_per_prompt: Mapping[str, object] | None = None  # read by `llm.images.MediaLimits`
+    limit_mm_per_prompt: Mapping[str, object] | None = None  # read by `llm.text.images.MediaLimits`
     allowed_local_media_path: str | Path | None = None
     mm_processor_kwargs: Mapping[str, object] | None = None
 

@@ -27,10 +27,10 @@ from llm.engine.prompts import ParsedPrompt, PromptMedia
 from llm.engine.rows import Row
 from llm.engine.step import RowImage, RowImages
 from llm.errors import LLMError, ValidationError
-from llm.images import NAME, MediaLimits, Picture, bad_picture, read_picture
 from llm.loading.model_files import check_small_files, read_json
 from llm.models.vision.processor import FILES, PictureProcessor, Processed
-from llm.tokenizer import Tokenizer
+from llm.text.images import NAME, MediaLimits, Picture, bad_picture, read_picture
+from llm.text.tokenizer import Tokenizer
 
 # Ids from here on are no vocabulary's.
 RESERVED = 1 << 62

@@ -16,7 +16,7 @@ from llm.base.suggestions import NOT_TEXT
 from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.errors import ValidationError, nearest
-from llm.images import list_images
+from llm.text.images import list_images
 from llm.text.tokenizer import Truncation
 
 
