@@ -1,7 +1,8 @@
-"""DeepSeek V2, V3 and R1, and families with DeepSeek V3's experts under an attention of their own."""
+"""DeepSeek V2, V3 and R1, and families with their experts or their latent attention: MiniCPM3, Kimi Linear, ..."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from llm.models import decoder as d
 
@@ -162,3 +163,111 @@ class SolarOpenForCausalLM(d.DecoderForCausalLM):
         )
         experts = sigmoid_experts(reader, 128, 8, 1280, groups=1, best=1, scale=1.0)
         return deepseek_decoder(reader, rope, attention, experts, dense_first(reader, 0), eps=1e-5, positions=131_072)
+
+
+class MiniCPM3ForCausalLM(d.DecoderForCausalLM):
+    """MiniCPM3: latent attention, with constants on the embedding, each part's output and the logits."""
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope, norm = reader.rope(), d.read_rms_norm(reader, 1e-5)
+        hidden, count = reader.positive("hidden_size"), reader.positive("num_hidden_layers")
+        attention = d.read_latent_attention(
+            reader,
+            rope,
+            q_lora_rank=768,
+            kv_lora_rank=256,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+            v_head_dim=hidden // reader.positive("num_attention_heads"),
+            is_neox_style=True,
+        )
+        mlp = d.read_gated_mlp(reader, bias=reader.boolean("mlp_bias", False))
+        # null says that a constant is 1.
+        depth = reader.optional_number("scale_depth", 1.4)
+        base = reader.optional_number("dim_model_base", 256)
+        if base is not None and base <= 0:
+            raise reader.error("dim_model_base", base, "a positive number or null")
+        layer = d.LayerConfig(
+            attention=attention,
+            mlp=mlp,
+            norms=d.ScaledPreNorms(norm, 1.0 if depth is None else depth / count**0.5),
+        )
+        return d.read_decoder(
+            reader,
+            [layer] * count,
+            norm,
+            positions=d.longest_sequence(reader, rope, 32_768),
+            tied=True,
+            embedding_multiplier=reader.number("scale_emb", 12.0),
+            logits_divisor=1.0 if base is None else hidden / base,
+        )
+
+
+# Names of keys in published files -> DeepSeek V3's.
+_NAMES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_local_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+    "moe_router_activation_func": "scoring_func",
+}
+# Of heads that latents have not, and of rope, which there is none of.
+_UNUSED = "num_key_value_heads head_dim qk_head_dim rope_theta rope_scaling rope_parameters use_grouped_topk".split()
+
+
+class KimiLinearForCausalLM(d.DecoderForCausalLM):
+    """Kimi Linear: Kimi Delta Attention in most layers, latent attention without positions in others, and experts."""
+
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
+        **d.DecoderForCausalLM.packed_modules_mapping,
+        "conv1d": ["q_conv1d", "k_conv1d", "v_conv1d"],
+    }
+    renames = d.W1_W2_W3
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        spelled = {_NAMES[key]: key for key in reader.decoded if key in _NAMES}
+        reader = d.ConfigReader({_NAMES.get(key, key): value for key, value in reader.decoded.items()}, spelled=spelled)
+        d.ignore_training(reader)
+        reader.ignore(*_UNUSED)
+        for key, value in {"mla_use_nope": True, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}.items():
+            reader.expect(key, value)
+        norm, count = d.read_rms_norm(reader, 1e-5), reader.positive("num_hidden_layers")
+        nested = reader.nested("linear_attn_config")
+        attention, linear = _latent(reader), _delta(reader, nested, norm.eps)
+        attended = nested.get("full_attn_layers")  # the first layer is 1
+        default = [index + 1 in attended if isinstance(attended, list) else index % 4 == 3 for index in range(count)]
+        mlps = {
+            "dense": d.GatedMLPConfig(reader.positive("intermediate_size", 9216), reader.string("hidden_act", "silu")),
+            "sparse": sigmoid_experts(reader, 256, 8, 1024, groups=1, best=1, scale=2.446),
+        }
+        first = reader.count("first_k_dense_replace", 1)
+        kinds = reader.names("mlp_layer_types") or ["dense" if index < first else "sparse" for index in range(count)]
+        if len(kinds) != count or not mlps.keys() >= set(kinds):
+            raise reader.error("mlp_layer_types", kinds, f"{count} of 'dense' or 'sparse'")
+        layers = [
+            d.LayerConfig(attention=attention if attends else linear, mlp=mlps[kind], norms=d.PreNorms(norm))
+            for attends, kind in zip(d.attending_layers(reader, count, default), kinds, strict=True)
+        ]
+        return d.read_decoder(reader, layers, norm, positions=reader.positive("max_position_embeddings", 1_048_576))
+
+
+def _latent(reader: d.ConfigReader) -> d.LatentAttentionConfig:
+    sizes = (("kv_lora_rank", 512), ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128))
+    latent, plain, shared, value = (reader.positive(*size) for size in sizes)
+    heads, rank = reader.positive("num_attention_heads", 32), reader.optional_positive("q_lora_rank")
+    bias = reader.boolean("attention_bias", False)
+    return d.LatentAttentionConfig(heads, rank, latent, plain, shared, value, None, bias)
+
+
+def _delta(reader: d.ConfigReader, nested: Mapping[str, object], eps: float) -> d.GatedDeltaConfig:
+    """From `linear_attn_config` of published files, or from transformers' keys."""
+    inner = d.ConfigReader({key: value for key, value in nested.items() if isinstance(value, int)})
+    heads = inner.positive("num_heads", reader.positive("linear_num_heads", 32))
+    size = inner.positive("head_dim", reader.positive("linear_head_dim", 128))
+    kernel = inner.positive("short_conv_kernel_size", reader.positive("linear_conv_kernel_dim", 4))
+    return d.GatedDeltaConfig("kimi", d.DeltaHeads(heads, heads, size, size), kernel, eps, activation="sigmoid")

@@ -1,4 +1,12 @@
-"""Llama 1 to 3, and models that differ from them in a few lines."""
+"""Llama 1 to 3, and models that differ from them in a few lines.
+
+Arcee, Helium, Seed-OSS, SmolLM3, Apertus, InternLM, Nemotron, Jais 2, StableLM, StarCoder 2, HyperCLOVA X, NanoChat,
+ERNIE 4.5.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
 
 from llm.models import decoder as d
 
@@ -86,3 +94,273 @@ def _windows(reader: d.ConfigReader, count: int, has_rope: list[int]) -> list[in
     reader.integer("max_window_layers", count)  # transformers does not read it either
     sliding = [use and window is not None and not rotates for rotates in has_rope]
     return d.layer_windows(reader, count, window if use else None, sliding)
+
+
+_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+class ApertusForCausalLM(d.DecoderForCausalLM):
+    """Apertus: Llama with norms of queries and keys, and an MLP without a gate whose activation is trained (xIELU)."""
+
+    packed_modules_mapping = d.QKV_PACKED
+    renames = (
+        ("model.layers.*.attention_layernorm", "model.layers.*.input_layernorm"),
+        ("model.layers.*.feedforward_layernorm", "model.layers.*.post_attention_layernorm"),
+    )
+    # Where the exponential is cut off for its gradient, which no answer shows.
+    ignored_weights = (*d.DecoderForCausalLM.ignored_weights, "act_fn.eps")
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        reader.expect("qk_norm", True)
+        reader.expect("post_norm", False)
+        reader.expect("mlp_bias", False)
+        rope, norm = reader.rope(12_000_000.0, default_scaling=_ROPE), d.read_rms_norm(reader, 1e-5)
+        mlp = d.PlainMLPConfig(reader.positive("intermediate_size", 14336), reader.string("hidden_act", "xielu"))
+        return d.uniform_decoder(reader, d.read_attention(reader, rope, qk_norm=norm), norm, mlp=mlp, positions=65536)
+
+
+_INTERNLM_LAYER = (
+    ("attention.wqkv", "self_attn.qkv_proj"),
+    ("attention.wo", "self_attn.o_proj"),
+    ("feed_forward.w1", "mlp.gate_proj"),
+    ("feed_forward.w3", "mlp.up_proj"),
+    ("feed_forward.w2", "mlp.down_proj"),
+    ("attention_norm", "input_layernorm"),
+    ("ffn_norm", "post_attention_layernorm"),
+)
+
+
+class InternLM2ForCausalLM(d.DecoderForCausalLM):
+    """InternLM 2 and 2.5: Llama with names of its own and one tensor of queries, keys and values."""
+
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    renames = (
+        *((f"model.layers.*.{theirs}", f"model.layers.*.{ours}") for theirs, ours in _INTERNLM_LAYER),
+        ("model.tok_embeddings", "model.embed_tokens"),
+        ("output", "lm_head"),
+    )
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        reader.ignore("attn_implementation")
+        bias = reader.boolean("bias", True)
+        attention = d.AttentionConfig(
+            d.read_heads(reader), reader.rope(), qkv_bias=bias, out_bias=bias, qkv_by_key_head=True
+        )
+        return d.uniform_decoder(reader, attention, d.read_rms_norm(reader))
+
+
+class InternLM3ForCausalLM(d.DecoderForCausalLM):
+    """InternLM 3: Llama with other names for its biases."""
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        # The published files say qkv_bias and bias; one without the other is refused by transformers too.
+        bias = reader.boolean("attention_bias", reader.boolean("qkv_bias", False))
+        reader.expect("mlp_bias", bias)
+        reader.expect("bias", bias)
+        heads = d.read_heads(reader, default_kv_heads=2, default_size=128)
+        attention = d.AttentionConfig(heads, reader.rope(), qkv_bias=bias, out_bias=bias)
+        mlp, norm = d.read_gated_mlp(reader, bias=bias), d.read_rms_norm(reader, 1e-5)
+        return d.uniform_decoder(reader, attention, norm, mlp=mlp, positions=32768)
+
+
+class NemotronForCausalLM(d.DecoderForCausalLM):
+    """Nemotron 3 and 4, Minitron: LayerNorm with weight + 1, partial rotary embedding, an ungated relu squared MLP."""
+
+    packed_modules_mapping = d.QKV_PACKED
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        mlp = d.read_plain_mlp(reader, "relu2", bias=reader.boolean("mlp_bias", False))
+        attention = d.read_attention(reader, reader.rope(default_share=0.5))
+        norm = d.read_layer_norm(reader, "norm_eps", d.LayerNorm1P)
+        return d.uniform_decoder(reader, attention, norm, mlp=mlp, positions=4096)
+
+
+class Jais2ForCausalLM(d.DecoderForCausalLM):
+    """Jais 2: Llama with layer norms and a plain feed-forward of squared ReLU."""
+
+    packed_modules_mapping = d.QKV_PACKED
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        bias = reader.boolean("attention_bias", True)
+        mlp = d.read_plain_mlp(reader, "relu2", bias=reader.boolean("mlp_bias", True))
+        attention = d.AttentionConfig(d.read_heads(reader), reader.rope(), qkv_bias=bias, out_bias=bias)
+        return d.uniform_decoder(reader, attention, d.read_layer_norm(reader), mlp=mlp, positions=8192)
+
+
+class StableLmForCausalLM(d.DecoderForCausalLM):
+    """StableLM 3B and 2: Llama with LayerNorm and partial rotary embedding; some have a parallel residual."""
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        reader.expect("qk_layernorm", False)  # stablelm-2-12b alone: a norm for each head
+        rope, norm = reader.rope(default_share=0.25), d.read_layer_norm(reader)
+        norms = d.ParallelNorms(norm) if reader.boolean("use_parallel_residual", False) else None
+        attention = d.AttentionConfig(d.read_heads(reader), rope, qkv_bias=reader.boolean("use_qkv_bias", False))
+        return d.uniform_decoder(reader, attention, norm, norms=norms, positions=4096)
+
+
+class Starcoder2ForCausalLM(d.DecoderForCausalLM):
+    """StarCoder 2: rotary embedding, LayerNorm, biases, an MLP without a gate; some checkpoints have a window."""
+
+    packed_modules_mapping = d.QKV_PACKED
+    renames = (
+        ("model.layers.*.mlp.c_fc", "model.layers.*.mlp.up_proj"),
+        ("model.layers.*.mlp.c_proj", "model.layers.*.mlp.down_proj"),
+    )
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        _expect_older_keys(reader)
+        bias = reader.boolean("use_bias", True)
+        attention = d.AttentionConfig(
+            d.read_heads(reader, default_kv_heads=2),
+            reader.rope(),
+            reader.optional_positive("sliding_window"),
+            qkv_bias=bias,
+            out_bias=bias,
+        )
+        mlp, norm = d.read_plain_mlp(reader, "gelu_pytorch_tanh", bias=bias), d.read_layer_norm(reader, "norm_epsilon")
+        return d.uniform_decoder(reader, attention, norm, mlp=mlp, positions=4096, tied=True)
+
+
+def _expect_older_keys(reader: d.ConfigReader) -> None:
+    """What the published files carry and transformers does not read; softmax is float32 here anyway."""
+    reader.expect("norm_type", "layer_norm")
+    reader.expect("mlp_type", "default")
+    reader.expect("scale_attn_weights", True)
+    for key in ("layer_norm_epsilon", "activation_function", "residual_dropout", "embedding_dropout"):
+        reader.expect(key, reader.raw.get(key))
+    for key in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
+        reader.boolean(key, True)
+
+
+_LAYER = "model.layers.*"
+
+
+class HyperCLOVAXForCausalLM(d.DecoderForCausalLM):
+    """HyperCLOVA X: Granite with a norm behind each part too, and logits that are multiplied, not divided."""
+
+    renames = (
+        (f"{_LAYER}.post_attention_layernorm", f"{_LAYER}.pre_feedforward_layernorm"),
+        (f"{_LAYER}.post_norm1", f"{_LAYER}.post_attention_layernorm"),
+        (f"{_LAYER}.post_norm2", f"{_LAYER}.post_feedforward_layernorm"),
+    )
+
+    @classmethod
+    def declines(cls, config: Mapping[str, object]) -> str | None:
+        """Why transformers' code computes this model by default; None: this class does."""
+        for key, usual in (("use_post_norm", True), ("residual_multiplier", 1.0)):
+            if config.get(key, usual) != usual:
+                return f"{key} is not {usual}"
+        return None
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        reader.expect("use_post_norm", True)
+        reader.expect("residual_multiplier", 1.0)
+        norm = d.read_rms_norm(reader)
+        return d.uniform_decoder(
+            reader,
+            d.read_attention(reader, reader.rope(), scale=reader.optional_number("attention_multiplier")),
+            norm,
+            mlp=d.read_gated_mlp(reader, bias=reader.boolean("mlp_bias", False)),
+            norms=d.PreAndPostNorms(norm),
+            embedding_multiplier=reader.number("embedding_multiplier", 1.0),
+            logits_divisor=1 / reader.positive_number("logits_scaling", 1.0),
+        )
+
+
+class NanoChatForCausalLM(d.DecoderForCausalLM):
+    """NanoChat: RMS norms without weights, also of the embedding, a rotation the other way round, and relu squared."""
+
+    packed_modules_mapping = d.QKV_PACKED
+    renames = (
+        ("model.layers.*.mlp.fc1", "model.layers.*.mlp.up_proj"),
+        ("model.layers.*.mlp.fc2", "model.layers.*.mlp.down_proj"),
+    )
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        rope, norm = replace(reader.rope(), reverse=True), replace(d.read_rms_norm(reader), has_weight=False)
+        return d.uniform_decoder(
+            reader,
+            d.read_attention(reader, rope, qk_norm=norm, qk_norm_after_rope=True),
+            norm,
+            mlp=d.PlainMLPConfig(reader.positive("intermediate_size", 8192), reader.string("hidden_act", "relu2")),
+            embedding_norm=norm,
+            logits_soft_cap=reader.optional_number("final_logit_softcapping", 15.0),
+        )
+
+
+class Ernie4_5ForCausalLM(d.DecoderForCausalLM):
+    """ERNIE 4.5, dense: Llama with an interleaved rotary embedding."""
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        bias = reader.boolean("use_bias", False)
+        heads = d.read_heads(reader, default_kv_heads=2, default_size=128)
+        attention = d.AttentionConfig(
+            heads, reader.rope(500_000.0), rope_interleaved=True, qkv_bias=bias, out_bias=bias
+        )
+        mlp, norm = d.read_gated_mlp(reader, bias=bias), d.read_rms_norm(reader, 1e-5)
+        return d.uniform_decoder(reader, attention, norm, mlp=mlp, positions=131072, tied=True)
+
+
+class Ernie4_5_MoeForCausalLM(d.DecoderForCausalLM):
+    """ERNIE 4.5 with experts: a bias for choosing them, and some that every token has."""
+
+    renames = (("model.layers.*.mlp.moe_statics", "model.layers.*.mlp.gate"),)
+    # The layers that predict a second token.
+    left_out = ("model.mtp_block", "model.mtp_emb_norm", "model.mtp_hidden_norm", "model.mtp_linear_proj")
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        d.ignore_training(reader)
+        for key in ("moe_capacity", "num_nextn_predict_layers"):
+            reader.expect(key, reader.raw.get(key))
+        reader.expect("moe_gate", "topk")
+        reader.expect("moe_norm_min", 1e-12)
+        reader.expect("use_bias", False)
+        reader.expect("use_rmsnorm", True)
+        rope, norm, heads = (
+            reader.rope(500_000.0),
+            d.read_rms_norm(reader, 1e-5),
+            d.read_heads(reader, default_kv_heads=4),
+        )
+        activation, inner = reader.string("hidden_act", "silu"), reader.positive("moe_intermediate_size", 1536)
+        dense = d.GatedMLPConfig(reader.positive("intermediate_size", 12288), activation)
+        shared = reader.count("moe_num_shared_experts", 2)
+        sparse = d.MoEConfig(
+            reader.positive("moe_num_experts", 64),
+            reader.positive("moe_k", 6),
+            inner,
+            activation,
+            correction_bias=reader.boolean("moe_use_aux_free", True),
+            shared_size=inner * shared if shared > 0 else None,
+        )
+
+        def layer(is_sparse: bool) -> d.LayerConfig:
+            attention = d.AttentionConfig(heads, rope, rope_interleaved=True)
+            return d.LayerConfig(attention=attention, mlp=sparse if is_sparse else dense, norms=d.PreNorms(norm))
+
+        return d.read_decoder(
+            reader,
+            map(layer, _sparse_layers(reader)),
+            norm,
+            positions=d.longest_sequence(reader, rope, 131072),
+            tied=True,
+        )
+
+
+def _sparse_layers(reader: d.ConfigReader) -> list[bool]:
+    """Every `moe_layer_interval`-th of those between two indices; the last of them may be -1 for the last layer."""
+    count = reader.positive("num_hidden_layers")
+    interval = reader.positive("moe_layer_interval", 1)
+    first, last = reader.count("moe_layer_start_index", 1), reader.integer("moe_layer_end_index", -1)
+    last = count - 1 if last == -1 else last
+    return [(index + 1) % interval == 0 and first <= index <= last for index in range(count)]
