@@ -4,17 +4,12 @@
 // thread runs a task, or on the number of threads.
 #pragma once
 
-#include <atomic>
-#include <cstdint>
-#include <cstdlib>
-
 #include "integers.h"
+#include "system.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
-
-#define LLM_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace llm {
 
@@ -57,10 +52,10 @@ class Scratch {
     void* data_;
 
   public:
-    explicit Scratch(int64_t bytes) : data_(bytes > 0 ? std::aligned_alloc(64, (bytes + 63) / 64 * 64) : nullptr) {
+    explicit Scratch(int64_t bytes) : data_(bytes > 0 ? allocate(bytes) : nullptr) {
         if (bytes > 0 && !data_) std::abort();
     }
-    ~Scratch() { std::free(data_); }
+    ~Scratch() { release(data_); }
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
     template <class T> T* as() const { return static_cast<T*>(data_); }

@@ -6,13 +6,6 @@
 #include "replay.h"
 
 #include <algorithm>
-#include <climits>
-#include <csignal>
-#include <ctime>
-#include <linux/futex.h>
-#include <pthread.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 namespace llm {
 namespace {
@@ -31,7 +24,7 @@ constexpr uint64_t OPEN = 1 << 15, INSIDE = OPEN - 1, REGION = 1 << 16;
 struct Pool {
     std::atomic_flag taken = ATOMIC_FLAG_INIT;  // one region at a time; a caller that finds it taken computes alone
     int workers = 0;
-    pthread_t ids[MOST_WORKERS];
+    sys::Thread ids[MOST_WORKERS];
     // The open region. Written only while no worker is inside and none can enter.
     void (*work)(void*) = nullptr;
     void* argument = nullptr;
@@ -48,24 +41,10 @@ struct Pool {
 Pool pool;
 thread_local bool is_worker = false;
 
-int64_t clock_ns(clockid_t clock) {
-    timespec time;
-    clock_gettime(clock, &time);
-    return time.tv_sec * INT64_C(1'000'000'000) + time.tv_nsec;
-}
-
-int64_t now_ns() { return clock_ns(CLOCK_MONOTONIC); }
+using sys::now_ns;
 
 // Grows while this thread has no core: asleep, or preempted.
-int64_t away_ns() { return now_ns() - clock_ns(CLOCK_THREAD_CPUTIME_ID); }
-
-void futex_wait(std::atomic<uint32_t>& word, uint32_t seen) {
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
-}
-
-void futex_wake(std::atomic<uint32_t>& word, int count) {
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
-}
+int64_t away_ns() { return now_ns() - sys::thread_ns(); }
 
 void relax() {
 #if defined(__x86_64__)
@@ -107,7 +86,7 @@ void join_region() {
     seen = pool.state.fetch_sub(1, std::memory_order_acq_rel) - 1;
     if ((seen & (OPEN | INSIDE)) != 0) return;
     pool.left.fetch_add(1);
-    if (pool.caller_asleep.load()) futex_wake(pool.left, 1);
+    if (pool.caller_asleep.load()) sys::wake(pool.left, 1);
 }
 
 void* live(void*) {
@@ -120,7 +99,7 @@ void* live(void*) {
         if (!ready()) away = note_preemption(away);
         while (!spin(ready)) {
             pool.asleep.fetch_add(1);
-            if (!ready()) futex_wait(pool.opened, seen);
+            if (!ready()) sys::wait(pool.opened, seen);
             pool.asleep.fetch_sub(1);
             away = away_ns();
         }
@@ -132,6 +111,7 @@ void* live(void*) {
 
 // In a forked child: it has none of its parent's threads, and the fork may have come in the middle of a region.
 void forget_workers() {
+    sys::forget_sleepers();
     pool.taken.clear();
     pool.workers = 0;
     pool.state.store(0);
@@ -139,16 +119,10 @@ void forget_workers() {
     pool.caller_asleep.store(false);
 }
 
-// Workers block all signals: these are for the program's own threads.
 void create_workers(int wanted) {
-    static const int registered = pthread_atfork(nullptr, nullptr, forget_workers);
+    static const bool registered = (sys::after_fork(forget_workers), true);
     (void)registered;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (pool.workers < wanted && pthread_create(&pool.ids[pool.workers], nullptr, live, nullptr) == 0)
-        ++pool.workers;
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    while (pool.workers < wanted && sys::start(pool.ids[pool.workers], live)) ++pool.workers;
 }
 
 void open_region(void (*work)(void*), void* argument, int64_t seats) {
@@ -159,7 +133,7 @@ void open_region(void (*work)(void*), void* argument, int64_t seats) {
     pool.state.store(region * REGION | OPEN, std::memory_order_release);
     pool.opened.fetch_add(1);
     const int64_t sleeping = pool.asleep.load();
-    if (sleeping > 0) futex_wake(pool.opened, static_cast<int>(sleeping < seats ? sleeping : seats));
+    if (sleeping > 0) sys::wake(pool.opened, static_cast<int>(sleeping < seats ? sleeping : seats));
 }
 
 // Closes the region: after this no worker is inside, and none enters.
@@ -169,7 +143,7 @@ void close_region() {
     const auto ready = [&] { return (pool.state.load(std::memory_order_acquire) & INSIDE) == 0; };
     while (!spin(ready)) {
         pool.caller_asleep.store(true);
-        if (!ready()) futex_wait(pool.left, before);
+        if (!ready()) sys::wait(pool.left, before);
         pool.caller_asleep.store(false);
     }
 }
@@ -225,8 +199,8 @@ LLM_EXPORT void llm_end_threads() {
     if (pool.taken.test_and_set(std::memory_order_acquire)) return;
     pool.ending = true;
     pool.opened.fetch_add(1);
-    futex_wake(pool.opened, INT_MAX);
-    for (int i = 0; i < pool.workers; ++i) pthread_join(pool.ids[i], nullptr);
+    sys::wake(pool.opened, INT_MAX);
+    for (int i = 0; i < pool.workers; ++i) sys::join(pool.ids[i]);
     pool.ending = false;
     pool.workers = 0;
     pool.opened.store(0);
@@ -238,7 +212,7 @@ LLM_EXPORT void llm_end_threads() {
 LLM_EXPORT int64_t llm_probe_threads(int64_t* ran_by, int64_t count, int64_t turns, int64_t threads) {
     llm::parallel_for(count, threads, 0, [&](int64_t i, char*) {
         for (volatile int64_t turn = 0; turn < turns; turn = turn + 1) continue;
-        ran_by[i] = syscall(SYS_gettid);
+        ran_by[i] = llm::sys::thread_id();
     });
     return llm::pool.workers;
 }
