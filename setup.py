@@ -20,10 +20,11 @@ ROOT = Path(__file__).resolve().parent
 
 
 def load_build():
-    """kernels/cpu/build.py by its path: neither this package nor PyTorch need be there while a wheel is built.
+    """kernels/cpu/build.py by its path: PyTorch need not be there while a wheel is built.
 
     By way of llm/: a source distribution has files where the repository has links, and no folders beside llm/.
     """
+    sys.path.insert(0, str(ROOT))  # it imports llm.base.system
     spec = importlib.util.spec_from_file_location("kernels_build", ROOT / "llm" / "kernels" / "cpu" / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm.base import system
 from llm.errors import LLMError
 from llm.kernels.cpu import build
 from llm.kernels.cpu.library import choose_target, requested_isa
@@ -55,7 +56,7 @@ def private_cache() -> Path | None:
     try:
         folder = build.cache_folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return folder if build.is_private(os.stat(folder)) else None
+        return folder if system.is_private(os.stat(folder)) else None
     except (OSError, build.BuildError):
         return None
 
@@ -63,6 +64,6 @@ def private_cache() -> Path | None:
 def is_private(path: Path) -> bool:
     """True for a file that belongs to this user or root, and into which no other user can write."""
     try:
-        return build.is_private(os.stat(path))
+        return system.is_private(os.stat(path))
     except OSError:
         return False

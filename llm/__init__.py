@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import resource
 import sys
 from typing import TYPE_CHECKING
 
@@ -138,8 +137,10 @@ __all__ = [*_PUBLIC, "__version__"]
 
 def _tell_of_limit(error: BaseException) -> None:
     """Raise ImportError with the limit of the address space, if there is one that PyTorch cannot be loaded in."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY and "torch" not in sys.modules:
+    from llm.base import system
+
+    limit = system.address_limits().get("-v")
+    if limit is not None and "torch" not in sys.modules:
         raise ImportError(
             f"PyTorch cannot be loaded ({str(error) or type(error).__name__}): `ulimit -v` allows this process {limit} "
             "bytes of addresses, and PyTorch's libraries alone take more than 600,000,000; raise or lift the limit.",

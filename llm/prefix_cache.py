@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from llm.base.disk import sync
+from llm.base.system import sync
 from llm.base.text import quote, show
 from llm.base.types import JsonObject
 from llm.config.defaults import library_defaults

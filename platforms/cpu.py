@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import math
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from llm.base import system
 from llm.platforms.interface import Platform, PlatformEnum
 from llm.platforms.limits import cpu_quota, host_memory
 
@@ -52,7 +52,7 @@ class CpuPlatform(Platform):
 
     def num_threads(self) -> int:
         """Number of threads to use: the processors this process may run on, or its CPU quota if that is less."""
-        allowed = len(os.sched_getaffinity(0))
+        allowed = len(system.cores())
         return allowed if self._quota is None else min(allowed, self._quota)
 
     @functools.cached_property
@@ -92,14 +92,15 @@ class CpuPlatform(Platform):
 
     def release_memory(self) -> None:
         """Return freed heap pages to the system: glibc keeps them until `malloc_trim`, which only glibc has."""
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        trim = system.c_function("malloc_trim")
         if trim is not None:
             trim(0)
 
 
 @functools.cache  # a hook cannot be unregistered
 def _survive_forks() -> None:
-    os.register_at_fork(after_in_child=_after_fork)
+    if hasattr(os, "register_at_fork"):  # Windows has no forks
+        os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:

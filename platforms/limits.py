@@ -7,12 +7,12 @@ may set a limit, so all are read and the smallest applies. Paths are relative to
 from __future__ import annotations
 
 import errno
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm.base import system
 from llm.errors import LLMError, OutOfMemoryError
 
 # Version 1 writes "no limit" as a number near 2**63.
@@ -41,12 +41,10 @@ def memory_limits(root: Path) -> list[MemoryLimit]:
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     """Bytes of the host's memory that the process may use, and how many of them are free."""
-    path = root / "proc/meminfo"
-    pairs = (line.split(":") for line in (path.read_text().splitlines() if path.exists() else ()))
-    stated = {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
+    total, free = system.memory(root)
     limits = memory_limits(root)
     left = [max(0, found.limit - found.used) for found in limits]
-    return min([stated["MemTotal"], *(found.limit for found in limits)]), min([stated["MemAvailable"], *left])
+    return min([total, *(found.limit for found in limits)]), min([free, *left])
 
 
 # What PyTorch, Python and Rust say in errors of other types.
@@ -75,21 +73,18 @@ def _is_lack(error: BaseException) -> bool:
 
 
 def _limit_said() -> str:
-    own = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA}
-    limits = {option: resource.getrlimit(kind)[0] for option, kind in own.items()}
-    said = [f"ulimit {option} is {limit} bytes" for option, limit in limits.items() if limit != resource.RLIM_INFINITY]
+    said = [f"ulimit {option} is {limit} bytes" for option, limit in system.address_limits().items()]
     return ", and " + ", ".join(said) if said else ""
 
 
 def _own_limits(root: Path) -> list[MemoryLimit]:
     """Those that `setrlimit` set, of the address space and of private memory."""
     found = []
-    for kind, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        limit, _ = resource.getrlimit(kind)
-        if limit != resource.RLIM_INFINITY:
-            lines = (_text(root / "proc/self/status") or "").splitlines()
-            used = [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")]
-            found.append(MemoryLimit(limit, sum(used)))
+    for option, limit in system.address_limits().items():
+        name = {"-v": "VmSize", "-d": "VmData"}[option]
+        lines = (_text(root / "proc/self/status") or "").splitlines()
+        used = [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")]
+        found.append(MemoryLimit(limit, sum(used)))
     return found
 
 

@@ -1,7 +1,7 @@
 """Compiling the CPU kernels: once per machine, into a per-user cache, or into the wheel when the package is built.
 
-Owns the targets (instruction sets and their flags), the compiler's command lines and the cache. Standard library only
-and no import of this package: setup.py loads this file by its path. The compiler is the one subprocess of the project.
+Owns the targets (instruction sets and their flags), the compiler's command lines and the cache. No import of PyTorch:
+setup.py loads this file by its path. The compiler is the one subprocess of the project.
 
 The file name of a library contains a hash of its sources, compiler and flags, so a cached file is used only for
 exactly these. Compilation happens in a scratch folder under a lock and ends with an atomic rename: two processes build
@@ -15,13 +15,11 @@ process. The cache is used only if no other user can write to it.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import logging
 import os
 import platform
-import pwd
 import shutil
 import signal
 import subprocess
@@ -31,6 +29,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+
+from llm.base import system
 
 SOURCE_FOLDER = Path(__file__).resolve().parent
 # The folder of a wheel's compiled libraries, beside the sources.
@@ -70,6 +70,11 @@ _CPU_FLAGS = {
     "amx": "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8",
     "neon": "asimd asimddp",
     "neon_i8mm": "asimd asimddp i8mm",
+}
+# torch.cpu.get_capabilities' names of those whose names differ.
+_TORCH_NAMES = {
+    **{f"avx512_{part}": f"avx512{part}" for part in ("f", "bw", "vl", "dq")},
+    **{"fma3": "fma", "neon": "asimd", "dot": "asimddp"},
 }
 # Golden Cove and its successors: outside AMX they multiply bfloat16 at half the rate of float32 (kernels/README.md).
 _SLOW_BF16 = {"GenuineIntel", "avx512_fp16"}
@@ -127,11 +132,13 @@ def wheel_targets(wanted: str) -> list[str]:
 def read_cpu_flags() -> set[str]:
     """The processor features this process can use, by Linux's names, and the processor's vendor.
 
-    Empty if it is neither x86-64 nor aarch64.
+    Elsewhere than on Linux as PyTorch tells them. Empty if it is neither x86-64 nor aarch64.
     """
     path = Path("/proc/cpuinfo")
-    if platform.machine().lower() not in _X86 | _ARM or not path.exists():
+    if platform.machine().lower() not in _X86 | _ARM:
         return set()
+    if not path.exists():
+        return flags_of_torch()
     flags = flags_in(path.read_text())
     if "amx_tile" in flags and not request_tiles():
         flags = {flag for flag in flags if not flag.startswith("amx")}
@@ -145,9 +152,21 @@ def flags_in(cpuinfo: str) -> set[str]:
     return {word for _, words in lines for word in words.split()}
 
 
+def flags_of_torch() -> set[str]:
+    """What PyTorch knows of the processor, by Linux's names; nothing where it cannot tell. AMX is Linux's to grant."""
+    import torch
+
+    told: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    has = {_TORCH_NAMES.get(name, name) for name, value in told.items() if value is True and not name.startswith("amx")}
+    return has | ({"GenuineIntel"} if "Intel" in str(told.get("cpu_name")) else set())
+
+
 def request_tiles() -> bool:
     """Ask Linux to let all threads of this process use the AMX tile registers; True if it does."""
-    return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA) == 0
+    return (
+        sys.platform == "linux"
+        and ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA) == 0
+    )
 
 
 def sources() -> list[Path]:
@@ -189,17 +208,10 @@ def cache_folder() -> Path:
     """
     base = os.environ.get("XDG_CACHE_HOME") or ""
     if not os.path.isabs(base):
-        base = os.path.join(os.environ.get("HOME") or _home_of_user(), ".cache")
+        base = os.path.join(system.home(), ".cache")
     if not os.path.isabs(base):
         raise BuildError("there is no folder for compiled kernels, as HOME is not set; set XDG_CACHE_HOME to one")
     return Path(base) / "offline-llm" / "kernels"
-
-
-def _home_of_user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:
-        return ""
 
 
 def packaged_name(target: str) -> str:
@@ -280,7 +292,7 @@ def compile_library(
         commands = [
             [compiler, *flags, "-c", str(path), "-o", str(out)] for path, out in zip(sources(), objects, strict=True)
         ]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor(len(system.cores())) as pool:
             list(pool.map(lambda command: _run(command, lock), commands))
         linked = Path(scratch, "library.so")
         # No OpenMP runtime is linked: the kernels have their own threads (threads.cpp).
@@ -296,7 +308,7 @@ def is_usable(path: Path) -> bool:
 
 def _is_safe(path: Path) -> bool:
     try:
-        return is_private(os.stat(path))
+        return system.is_private(os.stat(path))
     except OSError:
         return False
 
@@ -325,21 +337,13 @@ def _seal_of(content: bytes) -> bytes:
 
 def _replace(source: Path, target: Path) -> None:
     """Rename, and sync the rename to disk."""
-    os.replace(source, target)
-    handle = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def is_private(stat: os.stat_result) -> bool:
-    return stat.st_uid in (0, os.getuid()) and not stat.st_mode & 0o022
+    system.replace(source, target)
+    system.sync(target.parent)
 
 
 def _check_private(folder: Path) -> None:
     """Raise `BuildError` for a folder into which another user could put a library."""
-    if not is_private(os.stat(folder)):
+    if not system.is_private(os.stat(folder)):
         raise BuildError(
             f"the kernel cache {folder} belongs to another user, or others may write to it; make it your own and "
             "`chmod go-w` it, or point XDG_CACHE_HOME elsewhere"
@@ -378,7 +382,7 @@ def _run(command: list[str], lock: int | None) -> None:
 
 def _ending(status: int) -> str:
     """Of a compiler that says nothing of an error."""
-    if status == -signal.SIGXCPU:
+    if status == -getattr(signal, "SIGXCPU", 0):
         return f"it took more than {_CPU_SECONDS} seconds of CPU time"
     return f"it was killed by signal {-status}" if status < 0 else f"it ended with status {status}"
 
@@ -409,8 +413,8 @@ def _locked(path: Path, waits: Callable[[], None]) -> Iterator[int]:
     """
     with open(path, "w") as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            system.lock(handle.fileno())
+        except OSError:
             waits()
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            system.lock(handle.fileno(), wait=True)
         yield handle.fileno()

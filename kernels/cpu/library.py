@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from llm.base import system
 from llm.config import env
 from llm.errors import LLMError, ValidationError
 from llm.kernels.cpu import build
@@ -66,7 +67,7 @@ class Library:
 
     def _unload(self) -> None:
         """Needed before another file with this name is loaded: the loader identifies libraries by name."""
-        ctypes.CDLL(None).dlclose(ctypes.c_void_p(self._handle._handle))
+        system.unload(self._handle._handle)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised float32 tensor for a result; large ones are in pooled memory."""

@@ -123,7 +123,10 @@ def _tensor(values: np.ndarray, rows: int, columns: int) -> torch.Tensor:
 
 
 def _mapped(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system without huge pages; only speed depends on it
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    # Private, where a system has it: huge pages need it.
+    kind = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, max(1, size), **kind)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without huge pages; only speed depends on it
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

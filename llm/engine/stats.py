@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import TypedDict
 
+from llm.base.system import involuntary_switches
 from llm.engine.block_manager import BlockManager
 from llm.engine.request import Request
 from llm.engine.scheduler import Scheduler
@@ -184,13 +185,6 @@ class EndedRequests:
 logger = logging.getLogger("llm")
 
 
-try:
-    import resource
-
-    _THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # only Linux counts per thread
-except ImportError:  # not on Windows
-    _THREAD = None
-
 _LEAST_SECONDS = 2.0  # shorter calls are not judged
 _FOUGHT_SHARE = 0.25  # at least this fraction of the call's time off the core ...
 _FOUGHT_RATE = 5.0  # ... and this many involuntary switches per second; a thread that sleeps switches voluntarily
@@ -203,7 +197,7 @@ def warn_of_busy_cores(threads: int) -> Iterator[None]:
 
     No warning for one thread: it waits for no other thread, and there are no fewer threads to advise.
     """
-    if _THREAD is None or threads == 1:
+    if involuntary_switches() is None or threads == 1:
         yield
         return
     before = _taken_away(), time.thread_time(), time.perf_counter()
@@ -226,7 +220,7 @@ def has_fought(seconds: float, lost: float, taken_away: int) -> bool:
 
 
 def _taken_away() -> int:
-    return resource.getrusage(_THREAD).ru_nivcsw if _THREAD is not None else 0
+    return involuntary_switches() or 0
 
 
 def _warn(share: float, threads: int) -> None:

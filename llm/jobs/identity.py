@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llm.base.disk import sync
+from llm.base.system import sync
 from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.config.engine import EngineArgs, EngineConfig

@@ -21,7 +21,6 @@ process had answered when it was killed is found by the one that takes over its 
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
 import os
 import secrets
@@ -35,7 +34,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from llm.base.disk import sync
+from llm.base.system import lock, sync
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
 from llm.engine.rows import Row
@@ -129,7 +128,7 @@ class Journal:
         except OSError as error:
             raise JobError(f"the journal {path} cannot be written: {error.strerror}; choose another place.") from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._file.fileno())
         except OSError:
             self._file.close()
             raise JobError(f"the journal {path} is in use by another process; wait until it has ended.") from None

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, TextIO
 
-from llm.base.disk import sync
 from llm.base.optional import optional_package
+from llm.base.system import sync
 from llm.base.text import clip, quote, show
 from llm.base.types import JsonObject
 from llm.errors import JobError

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from llm.base import system
 from llm.base.construction import WeightPlace
 from llm.config import env
 from llm.errors import OutOfMemoryError
@@ -64,7 +65,7 @@ class WeightFile(WeightPlace):
         self._used = self._unwritten = 0
         # Address of each part -> its bytes.
         self._parts: dict[int, int] = {}
-        self._advise = ctypes.CDLL(None).madvise
+        self._advise = system.c_function("madvise")
 
     def divide(self, model: nn.Module, total: int) -> None:
         """Leave `model`'s experts the room beside its other weights; `total`: the planned bytes of all."""
@@ -105,6 +106,8 @@ class WeightFile(WeightPlace):
         What the kernel does not need at once stays unread: pages that come too early drive others out.
         """
         left = _AT_ONCE
+        if self._advise is None:
+            return
         for tensor in tensors:
             start = tensor.data_ptr()
             if any(part <= start < part + size for part, size in self._parts.items()):
@@ -156,7 +159,7 @@ class WeightFile(WeightPlace):
 
     def _wait_for_disk(self) -> None:
         if self._descriptor >= 0:
-            os.fdatasync(self._descriptor)
+            system.wait_for_disk(self._descriptor)
         self._unwritten = 0
         self._release()
 
@@ -164,7 +167,7 @@ class WeightFile(WeightPlace):
 def _write(descriptor: int, data: object, offset: int) -> None:
     left = memoryview(data)  # type: ignore[arg-type]
     while left:
-        count = os.pwrite(descriptor, left, offset)
+        count = system.write_at(descriptor, left, offset)
         left, offset = left[count:], offset + count
 
 
@@ -189,8 +192,7 @@ def check_folder(folder: Path, needed: int) -> None:
             f"the weights exceed memory, and {folder}, where a file would hold them, is memory itself (tmpfs); set "
             "LLM_OFFLOAD_FOLDER to a folder on a disk."
         )
-    disk = os.statvfs(existing)
-    free = disk.f_bavail * disk.f_frsize
+    free = system.disk_free(existing)
     if needed > free:
         raise OutOfMemoryError(
             f"the weights exceed memory, and a file for {needed} bytes of them does not fit {folder}, where {free} are "
@@ -200,9 +202,11 @@ def check_folder(folder: Path, needed: int) -> None:
 
 def _file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """The type of the file system that `path` is on; "" if unknown."""
+    if not mounts.exists():
+        return ""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines() if mounts.exists() else []
+    lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
     for line in lines:
         before, _, after = line.partition(" - ")
         if before.split()[2] == wanted:

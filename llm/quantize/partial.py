@@ -5,7 +5,6 @@ Owns the lock that tells a save at work from a killed one, and removing what kil
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -13,6 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from llm.base import system
 
 # `tempfile` adds eight characters.
 _LEFTOVER = re.compile(r"\..+\.partial-[a-z0-9_]{8}")
@@ -34,7 +35,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
 def _remove_leftovers(parent: Path) -> None:
     """Remove this user's partial folders in `parent` that no process holds the lock of."""
     for folder in parent.iterdir():
-        if _LEFTOVER.fullmatch(folder.name) and folder.lstat().st_uid == os.getuid():
+        if _LEFTOVER.fullmatch(folder.name) and system.is_own(folder.lstat()):
             lock = _try_lock(folder)
             if lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -54,12 +55,14 @@ def _new_locked(path: Path) -> tuple[Path, int | None]:
 
 def _try_lock(folder: Path) -> int | None:
     """A descriptor that holds the folder's lock; None if another process does, or there can be no lock."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return None
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        system.lock(handle)
     except OSError:
         os.close(handle)
         return None

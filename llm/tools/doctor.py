@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 
 import llm
-from llm.base import conflict
+from llm.base import conflict, system
 from llm.config import env
 from llm.config.engine import GIB
 from llm.errors import LLMError, ValidationError
 from llm.kernels.state import kernel_state, slower_targets
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.limits import cpu_quota
-from llm.tools.bench.calibrate import CpuWatch, usable_cores
+from llm.tools.bench.calibrate import CpuWatch
 
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "tqdm", "jinja2")
 _EXTRAS = ("llguidance", "pandas", "pyarrow", "matplotlib", "ipywidgets", "datasets", "ray", "vllm")
@@ -99,7 +99,7 @@ def _processor(root: Path) -> Iterator[Finding]:
     there, slower = ", ".join(kernel_state().targets), ", ".join(slower_targets())
     there += f"; slower here, used if LLM_CPU_ISA asks for it: {slower}" if slower else ""
     yield Finding("processor", f"{cpu.get_device_name()}; kernels for {there}")
-    allowed, quota, threads = len(usable_cores()), cpu_quota(root), torch.get_num_threads()
+    allowed, quota, threads = len(system.cores()), cpu_quota(root), torch.get_num_threads()
     limit = "no CPU quota" if quota is None else f"CPU quota {quota:g}"
     text = f"{os.cpu_count()} processors, {allowed} of them for this process, {limit}; threads of PyTorch: {threads}"
     most = cpu.num_threads()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from llm.base import system
 from llm.cli import main
 from llm.errors import ValidationError
 from llm.kernels import bench
@@ -177,7 +178,7 @@ def quick_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A source folder with only the threads in it: what is tested here is the build."""
     folder = tmp_path / "sources"
     folder.mkdir()
-    for name in ("threads.cpp", "parallel.h", "replay.h", "integers.h"):
+    for name in ("threads.cpp", "parallel.h", "system.h", "replay.h", "integers.h"):
         (folder / name).write_bytes((build.SOURCE_FOLDER / name).read_bytes())
     monkeypatch.setattr(build, "SOURCE_FOLDER", folder)
     monkeypatch.setattr(library, "KERNELS", {})
@@ -330,7 +331,7 @@ def test_the_cache_is_never_relative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     for home in ("", "there"):
         monkeypatch.setenv("HOME", home)
-        monkeypatch.setattr(build, "_home_of_user", lambda: "")
+        monkeypatch.setattr(system, "home_of_user", lambda: "")
         with pytest.raises(build.BuildError, match="XDG_CACHE_HOME"):
             build.cache_folder()
     monkeypatch.setenv("HOME", "/home/me")
@@ -339,7 +340,7 @@ def test_the_cache_is_never_relative(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.cache_folder() == Path("/caches/offline-llm/kernels")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
-    monkeypatch.setattr(build, "_home_of_user", lambda: "/home/known")
+    monkeypatch.setattr(system, "home_of_user", lambda: "/home/known")
     assert build.cache_folder() == Path("/home/known/.cache/offline-llm/kernels")
 
 

@@ -14,6 +14,7 @@ from embedded import engine_of, open_llm, run
 from tiny_models import TINY_MODELS, TinyModel, write_checkpoint
 
 from llm import LLM, SamplingParams, ValidationError
+from llm.base import system
 from llm.cli import main
 from llm.errors import OutOfMemoryError
 from llm.llm import EMBEDDED_MODEL
@@ -21,7 +22,7 @@ from llm.loading.checkpoint import Checkpoint
 from llm.platforms.cpu import CpuPlatform
 from llm.setup.preview import ModelPlan
 from llm.tools.bench import calibrate as stored
-from llm.tools.bench.calibrate import Calibration, Rate, usable_cores
+from llm.tools.bench.calibrate import Calibration, Rate
 
 MIB = 1 << 20
 
@@ -170,7 +171,7 @@ def test_speed_is_measured_only_when_asked_and_remembered(monkeypatch: pytest.Mo
     folder = tmp_path / "cache"
     monkeypatch.setattr("llm.kernels.cpu.build.cache_folder", lambda: folder)
     assert LLM.plan().decode_tokens_per_second is None and "not measured" in str(LLM.plan())
-    name, cores = CpuPlatform().get_device_name(), len(usable_cores())
+    name, cores = CpuPlatform().get_device_name(), len(system.cores())
     measured = Calibration(name, cores, torch.get_num_threads(), Rate(1e9, 0.0, 5), Rate(1e12, 0.5, 5), None)
     monkeypatch.setattr("llm.tools.bench.calibrate.calibrate", lambda seconds: measured)
     for quantization in (None, "w4a16"):

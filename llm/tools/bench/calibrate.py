@@ -19,6 +19,7 @@ from time import perf_counter
 
 import torch
 
+from llm.base import system
 from llm.base.types import JsonObject
 from llm.engine.boundary import Rates
 from llm.kernels.backend import Backend
@@ -99,7 +100,7 @@ def calibrate(seconds: float) -> Calibration:
         gemm = _float_rate(backend, seconds)
     platform.release_memory()
     return Calibration(
-        platform.get_device_name(), len(usable_cores()), torch.get_num_threads(), read, gemm, watch.other_cores
+        platform.get_device_name(), len(system.cores()), torch.get_num_threads(), read, gemm, watch.other_cores
     )
 
 
@@ -184,12 +185,6 @@ class CpuWatch:
         self.other_cores = max(0.0, busy - self._busy - (_own_seconds() - self._own)) / elapsed
 
 
-def usable_cores() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
 def _own_seconds() -> float:
     times = os.times()
     return times.user + times.system
@@ -200,7 +195,7 @@ def _busy_seconds() -> float | None:
     path = Path("/proc/stat")
     if not path.exists():
         return None
-    names = {f"cpu{core}" for core in usable_cores()}
+    names = {f"cpu{core}" for core in system.cores()}
     lines = [line.split() for line in path.read_text().splitlines()]
     return sum(_busy_ticks(line[1:]) for line in lines if line[0] in names) / os.sysconf("SC_CLK_TCK")
 
@@ -229,7 +224,7 @@ def keep(measured: Calibration) -> None:
         handle, name = tempfile.mkstemp(dir=folder, prefix=".calibration-")
         with os.fdopen(handle, "w") as file:
             json.dump({**known, key: asdict(measured)}, file, indent=2)
-        os.replace(name, folder / _FILE)
+        system.replace(name, folder / _FILE)
     except OSError:
         return  # it is measured again
 
@@ -240,7 +235,7 @@ def stored() -> Calibration | None:
     if folder is None or not is_private(folder / _FILE):
         return None
     name = select_platform("cpu")[0].get_device_name()
-    return _calibration(_read(folder / _FILE).get(_key(name, len(usable_cores()), torch.get_num_threads())))
+    return _calibration(_read(folder / _FILE).get(_key(name, len(system.cores()), torch.get_num_threads())))
 
 
 def _key(device: str, cores: int, threads: int) -> str:

@@ -1,0 +1,165 @@
+"""What the library asks of the operating system, and what takes its place where a system has not got it.
+
+Linux has all of it, macOS no affinity and no control groups, Windows no signals of time, file locks of its own and no
+folders that can be synced. Standard library alone, and psutil where there is no Linux: `kernels/cpu/build.py` uses this
+while a wheel is built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+
+def _module(name: str) -> ModuleType | None:
+    """A module of the standard library that some systems have not got."""
+    try:
+        return __import__(name)
+    except ImportError:
+        return None
+
+
+_fcntl, _msvcrt, _pwd, _resource = (_module(name) for name in ("fcntl", "msvcrt", "pwd", "resource"))
+# Windows refuses to rename over a file that is open for a moment, by an indexer or a scanner.
+_RENAMES, _RENAME_SECONDS = 10, 0.1
+
+
+def cores() -> set[int]:
+    """The processors that this process may run on; all of them where the system has no affinity."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return set(range(os.cpu_count() or 1)) if affinity is None else affinity(0)
+
+
+def lock(descriptor: int, wait: bool = False) -> None:
+    """Hold an open file's lock against other processes; the system releases it when the file is closed.
+
+    Raises OSError where another process holds it (unless `wait`), or where the file system has no locks.
+    """
+    if _fcntl is not None:
+        _fcntl.flock(descriptor, _fcntl.LOCK_EX | (0 if wait else _fcntl.LOCK_NB))
+    elif _msvcrt is not None:
+        # It locks bytes against reading too: one far behind any content.
+        os.lseek(descriptor, 1 << 40, os.SEEK_SET)
+        while True:
+            try:
+                _msvcrt.locking(descriptor, _msvcrt.LK_NBLCK, 1)
+                break
+            except OSError:
+                if not wait:
+                    raise
+                time.sleep(_RENAME_SECONDS)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+    else:
+        raise OSError("this system has no file locks")
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has a file's content, or the names in a folder: Windows writes those with the files."""
+    if os.name == "nt" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace(source: Path | str, target: Path | str) -> None:
+    """Rename over `target`, at once for whoever reads it."""
+    for left in reversed(range(_RENAMES)):
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            if os.name != "nt" or not left:
+                raise
+            time.sleep(_RENAME_SECONDS)
+
+
+def is_own(stat: os.stat_result) -> bool:
+    """Whether this process's user owns the file; Windows tells of no users, and keeps a home folder to its user."""
+    return not hasattr(os, "getuid") or stat.st_uid == os.getuid()
+
+
+def is_private(stat: os.stat_result) -> bool:
+    """Whether the file belongs to this user or root, and no other user can write to it."""
+    return not hasattr(os, "getuid") or (stat.st_uid in (0, os.getuid()) and not stat.st_mode & 0o022)
+
+
+def home() -> str:
+    """The user's home folder as HOME names it or the system knows it, "" if there is none."""
+    return os.environ.get("HOME") or home_of_user()
+
+
+def home_of_user() -> str:
+    if _pwd is None:
+        return os.environ.get("USERPROFILE", "")
+    try:
+        return str(_pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return ""
+
+
+def address_limits() -> dict[str, int]:
+    """What `ulimit` allows this process: the option ("-v": addresses, "-d": private memory) -> bytes."""
+    if _resource is None:
+        return {}
+    kinds = {"-v": _resource.RLIMIT_AS, "-d": _resource.RLIMIT_DATA}
+    limits = {option: int(_resource.getrlimit(kind)[0]) for option, kind in kinds.items()}
+    return {option: limit for option, limit in limits.items() if limit != _resource.RLIM_INFINITY}
+
+
+def involuntary_switches() -> int | None:
+    """How often another program took the core of this thread; None where the system does not count that by thread."""
+    kind = getattr(_resource, "RUSAGE_THREAD", None)
+    return None if _resource is None or kind is None else int(_resource.getrusage(kind).ru_nivcsw)
+
+
+def memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Bytes of the machine's memory, and how many of them are free or can be freed. `root`: another for tests."""
+    table = root / "proc/meminfo"
+    if not table.exists():
+        import psutil
+
+        found = psutil.virtual_memory()
+        return int(found.total), int(found.available)
+    pairs = (line.split(":") for line in table.read_text().splitlines())
+    stated = {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
+    return stated["MemTotal"], stated["MemAvailable"]
+
+
+def disk_free(path: Path) -> int:
+    """Bytes that this user can still write to the disk of `path`."""
+    return shutil.disk_usage(path).free
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> int:
+    """Write some of `data` at `offset`; returns how many bytes."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, data, offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    return os.write(descriptor, data)
+
+
+def wait_for_disk(descriptor: int) -> None:
+    """Wait until the disk has a file's content."""
+    getattr(os, "fdatasync", os.fsync)(descriptor)
+
+
+def c_function(name: str) -> Callable[..., object] | None:
+    """A function of the C library; None where it has none of this name. Windows has none of those that are used."""
+    return None if os.name == "nt" else getattr(ctypes.CDLL(None), name, None)
+
+
+def unload(handle: int) -> None:
+    """Unload a library: another file with its name can be loaded then."""
+    if sys.platform == "win32":
+        ctypes.WinDLL("kernel32").FreeLibrary(ctypes.c_void_p(handle))
+    else:
+        ctypes.CDLL(None).dlclose(ctypes.c_void_p(handle))
