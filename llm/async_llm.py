@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from llm.base.checks import check_choice, check_flag, known_names, refuse
-from llm.base.forks import tell_of_forks
+from llm.base.locks import tell_of_forks
 from llm.base.types import JsonObject
 from llm.calls.arguments import check_priority, give_adapters, give_priority
 from llm.calls.chat import ChatOptions, ChatPrompt, Conversations

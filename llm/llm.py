@@ -12,10 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from llm.base.bar import UseTqdm
 from llm.base.checks import MISSING, check_flag, check_integer, known_names, wrong_names
-from llm.base.fair_lock import FairLock
-from llm.base.forks import renew, tell_of_forks
+from llm.base.locks import FairLock, renew, tell_of_forks
 from llm.base.suggestions import ASKS_NOTHING, METHODS
 from llm.base.types import JsonObject
 from llm.calls import scoring, whole_model
@@ -67,6 +65,7 @@ from llm.outputs import (
     ScoringRequestOutput,
 )
 from llm.pooling_params import PoolingParams
+from llm.progress import UseTqdm
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling_params import BeamSearchParams, SamplingParams
 from llm.setup.build import build_engine

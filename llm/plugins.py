@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from llm.base.forks import renewed_in_children
+from llm.base.locks import renewed_in_children
 from llm.base.vllm_paths import missing_names
 from llm.config import env
 from llm.errors import LLMError, PluginError, ValidationError, nearest

@@ -21,10 +21,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from llm.base.disk import partial_folder
+from llm.base.library_settings import library_defaults
 from llm.base.system import sync
 from llm.base.text import quote, show
 from llm.base.types import JsonObject
-from llm.config.defaults import library_defaults
 from llm.engine.block_manager import Entry, cached_entries, restore_entries
 from llm.engine.boundary import CachePart
 from llm.engine.engine import Engine
@@ -33,7 +34,6 @@ from llm.forward import SLOTS
 from llm.jobs.identity import fingerprint_of, model_identity
 from llm.loading.checkpoint import Checkpoint
 from llm.loading.model_files import read_json
-from llm.quantize.partial import partial_folder
 
 if TYPE_CHECKING:
     from llm.llm import LLM

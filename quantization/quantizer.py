@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llm.config.defaults import library_defaults
+from llm.base.library_settings import library_defaults
 from llm.kernels.backend import Operation
 from llm.kernels.reference import quantize_forms as reference_forms
 from llm.kernels.reference import quantize_weight as reference

@@ -53,7 +53,7 @@ FLOORS = {
     "llm.quantize.bitsandbytes": 6,
     "llm.quantize.formats": 6,
     "llm.quantize.gptq": 6,
-    "llm.quantize.partial": 6,
+    "llm.base.disk": 6,
     "llm.quantize.save": 6,
     "llm.cli": 8,
     "llm.lm_eval": 8,

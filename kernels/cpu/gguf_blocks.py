@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llm.base.threads import num_threads
+from llm.base.library_settings import num_threads
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import pointer

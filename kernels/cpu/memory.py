@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from llm.base.forks import renewed_in_children
+from llm.base.locks import renewed_in_children
 
 # Blocks are aligned to cache lines, those of 2 MiB and more to huge pages.
 _LINE = 64

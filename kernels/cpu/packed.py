@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from llm.base.threads import num_threads
+from llm.base.library_settings import num_threads
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.signatures import KERNELS, WeightStruct
 from llm.kernels.cpu.tensors import KINDS as FLOATS

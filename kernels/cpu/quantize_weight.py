@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from llm.base.threads import num_threads
+from llm.base.library_settings import num_threads
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.packed import LANES
 from llm.kernels.cpu.signatures import KERNELS

@@ -1,4 +1,4 @@
-"""The model under construction: the platform its operations are bound for, and which operations are on.
+"""The model under construction: the platform its operations are bound for, which operations are on, and what it took.
 
 A constructor reads it once; nothing reads it while a model computes.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import ClassVar
 
 import numpy as np
@@ -130,3 +131,20 @@ def _mapped(size: int) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a system without huge pages; only speed depends on it
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+class PhaseTimes(dict[str, float]):
+    """Phase name -> seconds, in order: what `LLM.startup` shows. Times of a repeated phase are added up."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self[name] = self.get(name, 0.0) + perf_counter() - started
+
+    def add(self, others: Mapping[str, float]) -> None:
+        """Add phases that were timed elsewhere."""
+        for name, seconds in others.items():
+            self[name] = self.get(name, 0.0) + seconds

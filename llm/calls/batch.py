@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice, refuse
 from llm.calls.arguments import Priority, give_priority
 from llm.calls.flow import Entry
@@ -25,6 +24,7 @@ from llm.engine.rows import ON_TOO_LONG, AnyRow, Row
 from llm.errors import GenerationInterrupted
 from llm.outputs import RequestOutput, RequestOutputs
 from llm.platforms.limits import told_of_memory
+from llm.progress import UseTqdm
 
 if TYPE_CHECKING:
     from llm.jobs.checkpoint import Checkpoint

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar
 import numpy as np
 import torch
 
-from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice
 from llm.calls.arguments import LoRARequests, give_adapters, requests_per_row
 from llm.engine.boundary import QWEN3_RERANKER, PoolingPlan
@@ -36,6 +35,7 @@ from llm.outputs import (
     ScoringRequestOutput,
 )
 from llm.pooling_params import PoolingParams
+from llm.progress import UseTqdm
 
 if TYPE_CHECKING:
     from llm.llm import LLM

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from llm.base.checks import check_flag, refuse
 from llm.config.engine import GIB, EngineConfig
-from llm.engine.calibrate import run_texts
 from llm.engine.engine import Engine
 from llm.engine.stats import LLMStats
 from llm.errors import LLMError, ValidationError
 from llm.platforms import select_platform
+from llm.setup.calibrate import run_texts
 
 if TYPE_CHECKING:
     import pandas

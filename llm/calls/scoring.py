@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice, refuse
 from llm.calls.arguments import LoRARequests, Priority, adapters_of, check_priority, give_adapters, requests_per_row
 from llm.calls.batch import BatchCall, CallOptions
@@ -26,6 +25,7 @@ from llm.engine.scoring import (
 from llm.errors import GenerationInterrupted
 from llm.inputs import LoRARequest
 from llm.outputs import BeamSearchOutput, ChoiceOutput, LoglikelihoodOutput, PerplexityOutput, RequestOutput
+from llm.progress import UseTqdm
 from llm.sampling_params import BeamSearchParams
 
 if TYPE_CHECKING:

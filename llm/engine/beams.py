@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llm.base.bar import Bar, UseTqdm
 from llm.base.checks import check_integer, refuse
 from llm.config.engine import ModelConfig
 from llm.engine.engine import Engine
@@ -26,6 +25,7 @@ from llm.engine.rows import Row
 from llm.engine.scoring import check_logprobs_mode
 from llm.engine.step import Adapter, RowImages
 from llm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
+from llm.progress import Bar, UseTqdm
 from llm.sampling.structured.structure import Answer, Structure
 from llm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from llm.text.tokenizer import Tokenizer

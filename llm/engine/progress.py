@@ -10,11 +10,10 @@ from time import monotonic
 
 from tqdm import tqdm
 
-from llm.base.bar import Bar, UseTqdm
 from llm.engine.output import PromptState
 from llm.engine.request import Request
 from llm.errors import ValidationError
-from llm.progress import GenerationProgress
+from llm.progress import Bar, GenerationProgress, UseTqdm
 
 _REFRESH_SECONDS = 0.1
 # A refresh reads all running requests. This many times its duration must pass before the next: 0.1% of the time.

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llm.base.bar import UseTqdm
 from llm.base.checks import check_choice, check_flag, refuse
 from llm.base.text import clip, list_names, quote
 from llm.base.types import JsonObject
@@ -58,6 +57,7 @@ from llm.jobs.tables import Columns, Form, Read, read_file, read_rows, suffix_of
 from llm.output_formats import params_as_json, plain
 from llm.outputs import RequestOutput
 from llm.pooling_params import PoolingParams
+from llm.progress import UseTqdm
 from llm.runner.pooler import PoolingPlan
 from llm.sampling_params import SamplingParams
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from llm.base.bar import Bar
 from llm.errors import CheckpointError
 from llm.layers.mamba import DecayingLayer
 from llm.loading.source import Tensors
 from llm.loading.weight_map import Target, WeightMap, per_expert
+from llm.progress import Bar
 from llm.quantization.base import PackedLinearMethod, QuantizationConfig, QuantizeMethodBase
 from llm.quantization.unquantized import widen
 

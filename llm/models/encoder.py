@@ -1,16 +1,18 @@
 """Encoders made of a decoder's parts: tokens see those after them, and hidden states are the result.
 
-Owns what stands around the layers: token types and the classifier. A family maps its config.json onto the parts and
-gives its tensors' names.
+Beside the layers there are token types and the classifier. A family maps its config.json onto the parts and gives its
+tensors' names. What follows pooling is computed for a few vectors at a time, in float64, row by row: a row's bits
+depend on nothing else.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
-from llm.base.activations import ACTIVATE
 from llm.base.watch import Patchable
 from llm.forward import ForwardBatch
 from llm.kernels.select import backend_of_construction
@@ -138,3 +140,38 @@ def layer_renames(
         for was, now in (("gamma", "weight"), ("beta", "bias"))
     }
     return tuple((prefix + old, new) for prefix in prefixes for old, new in (old_names | inside).items())
+
+
+_LEAST_NORM = 1e-12
+
+
+def normalised(values: np.ndarray) -> np.ndarray:
+    """float64 [R, C] with rows of length 1; a row of zeros stays."""
+    norms = np.sqrt([math.fsum(row * row) for row in values])
+    return values / np.maximum(norms, _LEAST_NORM)[:, None]
+
+
+def _softmax(values: np.ndarray) -> np.ndarray:
+    powers = np.exp(values - values.max(axis=1, keepdims=True))
+    return powers / np.array([math.fsum(row) for row in powers])[:, None]
+
+
+def _gelu(values: np.ndarray) -> np.ndarray:
+    erf = np.array([math.erf(value) for value in (values / math.sqrt(2)).ravel()]).reshape(values.shape)
+    return 0.5 * values * (1 + erf)
+
+
+def _sigmoid(values: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-np.clip(values, -700, 700)))
+
+
+# Of float64 [R, C].
+ACTIVATE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "identity": lambda values: values,
+    "softmax": _softmax,
+    "sigmoid": _sigmoid,
+    "tanh": np.tanh,
+    "relu": lambda values: np.maximum(values, 0.0),
+    "gelu": _gelu,
+    "silu": lambda values: values * _sigmoid(values),
+}

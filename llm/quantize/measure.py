@@ -12,12 +12,12 @@ from statistics import median, stdev
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from llm.engine.calibrate import run_texts
 from llm.engine.engine import Engine
 from llm.errors import ValidationError
 from llm.inputs import PromptType, TokensPrompt
 from llm.quantization.quantizer import decibels
 from llm.sampling_params import SamplingParams
+from llm.setup.calibrate import run_texts
 
 if TYPE_CHECKING:
     from llm.llm import LLM

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from llm.base.library_settings import library_defaults
 from llm.base.types import JsonObject
-from llm.config.defaults import library_defaults
 from llm.engine.boundary import LayerReport, measured_weights
 from llm.errors import LLMError, ValidationError
 from llm.quantization.quantizer import far_layers

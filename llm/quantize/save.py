@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from llm.config.defaults import library_defaults
+from llm.base.disk import partial_folder
+from llm.base.library_settings import library_defaults
 from llm.errors import LLMError, ValidationError
 from llm.loading.gguf.save import GGUFFile, identity_of
 from llm.loading.model_files import SMALL_FILES, check_model_file
@@ -27,7 +28,6 @@ from llm.quantization.kv_cache import has_cache_scales
 from llm.quantize.bitsandbytes import BitsAndBytesWriter
 from llm.quantize.formats import CompressedTensorsWriter, ModelSlimWriter, StoredLayer, Writer, stored_layers
 from llm.quantize.gptq import GPTQWriter
-from llm.quantize.partial import partial_folder
 
 logger = logging.getLogger("llm")
 

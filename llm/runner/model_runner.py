@@ -16,10 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from llm.base.construction import constructing_for
-from llm.base.phases import PhaseTimes
-from llm.base.threads import serial_pytorch
-from llm.config.defaults import library_defaults
+from llm.base.construction import PhaseTimes, constructing_for
+from llm.base.library_settings import library_defaults, serial_pytorch
 from llm.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
 from llm.engine.boundary import CachePart, Captured, LayerReport, Loaded, ModelCost, ProfileRow, RunnerPlan
 from llm.engine.step import RunnerOutput, SchedulerOutput

@@ -13,7 +13,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from llm.base.activations import ACTIVATE, normalised
 from llm.engine.boundary import TOKENS, PoolingPlan
 from llm.engine.step import PoolingRow
 from llm.errors import CheckpointError
@@ -21,6 +20,7 @@ from llm.kernels.backend import Backend
 from llm.kernels.weight import Weight
 from llm.loading.checkpoint import Checkpoint
 from llm.loading.sentence_transformers import DenseModule
+from llm.models.encoder import ACTIVATE, normalised
 
 
 class Classifier(Protocol):

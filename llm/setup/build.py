@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llm.base.phases import PhaseTimes
+from llm.base.construction import PhaseTimes
+from llm.base.library_settings import library_defaults
 from llm.config.compilation import CompilationConfig
-from llm.config.defaults import library_defaults
 from llm.config.engine import EngineArgs
 from llm.engine.boundary import RunnerPlan
-from llm.engine.calibrate import calibrate
 from llm.engine.engine import Engine
 from llm.engine.scheduler import scheduler_maker
 from llm.errors import ValidationError
@@ -24,6 +23,7 @@ from llm.quantization.on_load import OnlineConfig
 from llm.runner.model_runner import ModelRunner
 from llm.sampling.logits_processors.pipeline import load_logits_processors
 from llm.sampling_params import SamplingParams
+from llm.setup.calibrate import calibrate
 from llm.setup.drafts import draft_args, eagle3_args, read_eagle3, with_draft, with_eagle3
 from llm.setup.extensions import (
     check_operations,
@@ -33,7 +33,6 @@ from llm.setup.extensions import (
     without_broken_platforms,
 )
 from llm.setup.memory import merged_adapter
-from llm.setup.own_texts import own_texts
 from llm.setup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons, with_sampling_defaults
 from llm.setup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer
 
@@ -132,7 +131,7 @@ def _prepare_quantization(args: EngineArgs, model: ReadModel, platform: Platform
             config.statistics = calibrate(
                 lambda: build_engine(plain).engine,
                 config.calibration,
-                lambda engine: own_texts(engine, model.source, model.source.config()),
+                model.source,
             )
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 
+from llm.base.library_settings import library_defaults
 from llm.base.types import JsonObject
 from llm.config.compilation import CompilationConfig
-from llm.config.defaults import library_defaults
 from llm.config.engine import GIB, EngineArgs
 from llm.engine.boundary import Rates, RunnerPlan
 from llm.errors import LLMError, OutOfMemoryError

@@ -34,7 +34,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from llm.base.forks import renewed_in_children, tell_of_forks
+from llm.base.locks import renewed_in_children, tell_of_forks
 from llm.base.types import JsonObject
 from llm.errors import ValidationError
 

@@ -24,7 +24,7 @@ from llm import (
     SamplingParams,
     ValidationError,
 )
-from llm.base.fair_lock import FairLock
+from llm.base.locks import FairLock
 from llm.errors import EngineClosedError, PromptTooLongError
 from llm.inputs import LoRARequest
 

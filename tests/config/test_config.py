@@ -12,7 +12,7 @@ import torch
 from embedded import open_llm
 
 from llm import LLM, SamplingParams
-from llm.base.threads import num_threads
+from llm.base.library_settings import num_threads
 from llm.config import env
 from llm.config.compilation import CompilationMode
 from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineArgs, EngineConfig

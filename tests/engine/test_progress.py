@@ -15,7 +15,7 @@ from embedded import GREEDY, PROMPTS, engine_of, open_llm, run
 from tqdm.auto import tqdm
 
 from llm import LLM, GenerationInterrupted, SamplingParams
-from llm.base import bar as bar_module
+from llm import progress as bar_module
 from llm.engine import progress
 from llm.engine.progress import Progress
 from llm.progress import GenerationProgress

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from embedded import copy_model, open_llm, python
 
+from llm.base.disk import partial_folder
 from llm.base.text import show
 from llm.errors import CheckpointError, LLMError
 from llm.llm import EMBEDDED_MODEL
-from llm.quantize.partial import partial_folder
 from llm.text.tokenizer import Tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

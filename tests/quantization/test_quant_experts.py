@@ -20,10 +20,10 @@ from tiny_models import TinyModel, one_thread, write_checkpoint
 from torch import nn
 
 from llm import LLM, SamplingParams
-from llm.engine.calibrate import _tell_of_unreached
 from llm.errors import ValidationError
 from llm.layers.moe import FusedMoE
 from llm.quantization.on_load import ActivationStatistics
+from llm.setup.calibrate import _tell_of_unreached
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}

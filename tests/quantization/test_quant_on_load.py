@@ -23,7 +23,6 @@ from tiny_models import tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.base.construction import constructing_for
-from llm.engine.calibrate import run_texts
 from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.kernels.reference.rotation import block_for, rotate
 from llm.kernels.weight import Weight, dequantize
@@ -40,7 +39,8 @@ from llm.quantization.quantizer import (
     signal_to_noise,
     static_activation,
 )
-from llm.setup import own_texts
+from llm.setup import calibrate
+from llm.setup.calibrate import run_texts
 
 TEXTS = ["In the beginning God created the heaven and the earth.", "And it came to pass in those days, that"]
 quick = settings(max_examples=20)
@@ -466,16 +466,16 @@ def test_a_model_writes_its_own_texts_for_calibration(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The same every time, kept in the cache and read from it; another model writes others."""
-    monkeypatch.setattr(own_texts, "_folder", lambda: tmp_path)
-    monkeypatch.setattr(own_texts, "_TEXTS", 4)
-    monkeypatch.setattr(own_texts, "_TOKENS", 24)
-    written, write = [], own_texts._written
+    monkeypatch.setattr(calibrate, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(calibrate, "_TEXTS", 4)
+    monkeypatch.setattr(calibrate, "_TOKENS", 24)
+    written, write = [], calibrate._written
 
     def watched(engine: Any) -> list[list[int]]:
         written.append(write(engine))
         return written[-1]
 
-    monkeypatch.setattr(own_texts, "_written", watched)
+    monkeypatch.setattr(calibrate, "_written", watched)
     arguments = {"quantization": "w4a16", "calibration": "auto", "max_model_len": 64}
     found = []
     for _ in range(2):

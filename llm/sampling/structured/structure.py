@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llm.base.forks import renewed_in_children
+from llm.base.locks import renewed_in_children
 from llm.errors import ValidationError
 from llm.outputs import StructuredOutcome
 from llm.sampling.structured import first_line, refused, unusable

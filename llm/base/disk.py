@@ -1,6 +1,6 @@
-"""The folder that a save writes before it has its name.
+"""Writing to disk: waiting until it has what was written, and the folder that a save writes before it has its name.
 
-Owns the lock that tells a save at work from a killed one, and removing what killed saves left.
+A lock tells a save at work from a killed one; what killed saves left is removed.
 """
 
 from __future__ import annotations

@@ -1,16 +1,50 @@
-"""Resets the defaults of PyTorch and NumPy that a program may have changed while the engine runs.
+"""PyTorch's and NumPy's settings while the engine loads a model or computes; a program's own are restored after it.
 
-Owns the one context manager. A notebook with bfloat16 or a device as default, autocast, or NumPy set to raise, gets the
-same answers as any other. Its settings are restored after each step.
+Loading is thousands of short operations. PyTorch's threads spin between them, and while other programs take the cores
+they wait for each other: a file of 98 MB took minutes. So PyTorch's operations run on one thread then, and the kernels,
+whose own threads sleep, on as many as the caller asked for. A notebook with bfloat16 or a device as default, autocast,
+or NumPy set to raise, gets the same answers as any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from threading import Thread
 
 import numpy as np
 import torch
+
+# Set only inside `serial_pytorch`: what `torch.get_num_threads()` was outside.
+_outside: ContextVar[int] = ContextVar("llm_threads", default=0)
+
+
+def num_threads() -> int:
+    """Of a kernel that loading calls."""
+    return _outside.get() or torch.get_num_threads()
+
+
+@contextmanager
+def serial_pytorch() -> Iterator[None]:
+    """Inside this context PyTorch computes on the calling thread alone; other threads of the program keep theirs."""
+    threads = num_threads()
+    token = _outside.set(threads)
+    _set_of_this_thread(1, threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        _outside.reset(token)
+
+
+def _set_of_this_thread(count: int, others: int) -> None:
+    """`torch.set_num_threads` holds for this thread, and for every thread that computes for the first time after it."""
+    torch.set_num_threads(count)
+    other = Thread(target=torch.set_num_threads, args=(others,))
+    other.start()
+    other.join()
+
 
 _WARNINGS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 
