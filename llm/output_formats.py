@@ -1,6 +1,6 @@
 """Outputs as plain data for JSON, as tables (pandas, Arrow, Parquet, JSONL), and as HTML for notebooks.
 
-`llm.jobs.outputs_from_json` is the way back from JSON.
+`llm.jobs.journal` is the way back from JSON.
 """
 
 from __future__ import annotations

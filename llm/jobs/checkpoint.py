@@ -16,8 +16,7 @@ from llm.engine.output import PromptState
 from llm.engine.rows import AnyRow, RefusedRow
 from llm.errors import JobError
 from llm.jobs.identity import row_key
-from llm.jobs.journal import Answer, Journal, Partials
-from llm.jobs.outputs_from_json import output_from_json
+from llm.jobs.journal import Answer, Journal, Partials, output_from_json
 from llm.output_formats import output_as_json
 from llm.outputs import RequestOutput
 

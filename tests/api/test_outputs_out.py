@@ -12,7 +12,7 @@ from embedded import GREEDY, open_llm, run, tokens
 
 from llm import LLM, SamplingParams
 from llm.errors import MissingPackageError
-from llm.jobs.outputs_from_json import output_from_json
+from llm.jobs.journal import output_from_json
 from llm.output_formats import COLUMNS
 from llm.outputs import RequestOutputs
 

@@ -20,7 +20,7 @@ from time import perf_counter
 
 from llm import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from llm.llm import EMBEDDED_MODEL
-from llm.tools.bench.shapes import write_config
+from llm.tools.bench.workloads import write_config
 
 LIMIT = 1.1
 

@@ -59,7 +59,7 @@ LLAMA = {"llama.cpp, BF16": "BF16", "llama.cpp, Q8_0": "Q8_0"}
 
 def write(args: argparse.Namespace) -> int:
     """The checkpoint, then the GGUF files."""
-    from llm.tools.bench.shapes import find_shape
+    from llm.tools.bench.workloads import find_shape
 
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def ours(folder: str, arguments: dict[str, object]) -> dict[str, object]:
 
 
 def transformers(folder: str, dtype: str) -> dict[str, object]:
-    from llm.tools.bench.compare import Transformers
+    from llm.tools.bench.measure import Transformers
 
     started = perf_counter()
     rival = Transformers.load(Path(folder))

@@ -35,7 +35,7 @@ MODELS = {"tiny": "the embedded model", SHAPE: "Qwen2.5-0.5B's shape"}
 def write(args: argparse.Namespace) -> int:
     from llm import LLM
     from llm.llm import EMBEDDED_MODEL
-    from llm.tools.bench.shapes import find_shape
+    from llm.tools.bench.workloads import find_shape
 
     folder = Path(args.folder)
     source = folder / "random"

@@ -44,7 +44,7 @@ CONTEXT_SHAPE, STEPS = "granite-4.0-h-350m", 32
 
 
 def config_of(shape: str, layers: int) -> dict[str, Any]:
-    from llm.tools.bench.shapes import find_shape
+    from llm.tools.bench.workloads import find_shape
 
     config = {**find_shape(shape), "dtype": "bfloat16", "num_hidden_layers": layers}
     config["layer_types"] = config["layer_types"][:layers]

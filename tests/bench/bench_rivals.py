@@ -107,7 +107,7 @@ def write(args: argparse.Namespace) -> int:
     from llm import LLM
     from llm.llm import EMBEDDED_MODEL
     from llm.loading.resolve import resolve_folder
-    from llm.tools.bench.shapes import write_config
+    from llm.tools.bench.workloads import write_config
 
     for shape, dtype in SHAPES.items():
         folder = Path(args.folder, shape)
@@ -143,7 +143,7 @@ def workloads_of(contestant: Contestant, rep: int) -> dict[str, dict[str, object
 def child(args: argparse.Namespace) -> int:
     """The sides that run in this interpreter, ours and transformers'; the task is on the standard input."""
     from llm import LLM
-    from llm.tools.bench.compare import Transformers
+    from llm.tools.bench.measure import Transformers
 
     task = json.load(sys.stdin)
     options = {"max_model_len": 1024, "skip_tokenizer_init": True, "speculative_config": None, **task["options"]}

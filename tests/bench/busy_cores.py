@@ -23,7 +23,7 @@ import torch
 from llm import LLM, SamplingParams
 from llm.llm import EMBEDDED_MODEL
 from llm.loading.resolve import resolve_folder
-from llm.tools.bench import shapes
+from llm.tools.bench import workloads as shapes
 
 CALLS = 7
 # name -> (rows, new tokens of each)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from llm import LLM, SamplingParams
 from llm.inputs import LoRARequest
-from llm.tools.bench.shapes import SHAPES
+from llm.tools.bench.workloads import SHAPES
 
 WORKLOADS = {"decode, 1 row": (1, 4, 24), "decode, 8 rows": (8, 4, 24), "prompt of 512": (1, 512, 1)}
 

@@ -28,13 +28,22 @@ from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model_cls
 from llm.runner.inspection import AttentionCost, ModelCost, count_model
-from llm.tools.bench import calibrate, session, shapes
-from llm.tools.bench.compare import Transformers, agreement
-from llm.tools.bench.measure import Ours, Run, decode_cost, engine_figures, prefill_cost, private_bytes, speed_figures
-from llm.tools.bench.profile import profile
+from llm.tools.bench import calibrate, session
+from llm.tools.bench import workloads as shapes
+from llm.tools.bench.measure import (
+    Ours,
+    Run,
+    Transformers,
+    agreement,
+    decode_cost,
+    engine_figures,
+    prefill_cost,
+    private_bytes,
+    speed_figures,
+)
 from llm.tools.bench.report import as_text
-from llm.tools.bench.shapes import SHAPES
-from llm.tools.bench.workloads import RECIPES, make_workload
+from llm.tools.bench.session import profile
+from llm.tools.bench.workloads import RECIPES, SHAPES, make_workload
 
 MILLION, TERA, MB = 1e6, 1e12, 1 << 20
 DELAY = 0.1  # seconds, planted
@@ -331,7 +340,7 @@ def test_profile_finds_time_that_is_not_pytorch_s_and_leaves_nothing_behind(monk
         norm = next(module for module in modules.values() if getattr(module, "name", "") == "rms_norm")
         layer = next(module for name, module in modules.items() if name.endswith("down_proj"))
         now = [0.0]  # a clock that only the planted delays move
-        for module in ("llm.runner.profile", "llm.tools.bench.profile"):
+        for module in ("llm.runner.profile", "llm.tools.bench.session"):
             monkeypatch.setattr(f"{module}.perf_counter", lambda: now[0])
         for target, attribute in ((norm, "_forward_method"), (layer.quant_method, "apply")):
             slow(monkeypatch, target, attribute, now)

@@ -36,7 +36,7 @@ from llm.sampling_params import StructuredOutputsParams
 from llm.setup.build import make_runner
 from llm.setup.plan import make_plan
 from llm.setup.source import read_model
-from llm.tools.bench.profile import profile
+from llm.tools.bench.session import profile
 
 
 def only_token_68(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from embedded import assert_idle, engine_of, open_llm, run
 from kernel_sets import has_kernels
 
 from llm import LLM, BeamSearchParams, RequestOutput, SamplingParams, ValidationError
-from llm.jobs.outputs_from_json import output_from_json
+from llm.jobs.journal import output_from_json
 from llm.outputs import FlatLogprobs, Logprob
 from llm.runner import model_runner
 

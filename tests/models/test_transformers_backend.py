@@ -21,11 +21,11 @@ from llm import LLM
 from llm.errors import UnsupportedModelError, ValidationError
 from llm.layers.moe import TransformersFusedMoE
 from llm.models.transformers_backend.attention import Misfit, Trace, window_of
+from llm.models.transformers_backend.probe import CalledOnly, forget_weights
 from llm.models.transformers_backend.probe import compare as compare_hidden
 from llm.models.transformers_backend.recognise import recognise
 from llm.models.transformers_backend.replace import computes_as_ours
 from llm.models.transformers_backend.skeleton import compute_buffers
-from llm.models.transformers_backend.stubs import CalledOnly, forget_weights
 
 SIZES = {
     "vocab_size": 257,

@@ -12,7 +12,7 @@ import pytest
 from embedded import open_llm, run
 
 from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
-from llm.jobs.outputs_from_json import output_from_json
+from llm.jobs.journal import output_from_json
 from llm.output_formats import output_as_json
 
 SCHEMA = {

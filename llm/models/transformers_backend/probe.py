@@ -1,10 +1,12 @@
 """What a model of transformers needs of us, and whether the result is the same: tried without weights.
 
-The skeleton gets stand-ins for its weights (`stubs.py`). Three short requests are computed twice: each by itself by
-transformers' own forward with its eager attention, and together, in chunks, as the engine will. Where the two differ
-the model is refused with the reason, so that no architecture is trusted by its name. Two ways are tried in turn: all
-rows in one flat batch over the paged KV cache, with our attention, and row by row with transformers' attention.
-Meanwhile `Called` notes which modules are called, and `Uses` whether rounding may depend on the batch.
+The skeleton gets stand-ins for its weights: matrices become cheap functions of each token by itself, vectors and small
+tensors random values out of one shared pool, so a skeleton of any size takes little memory. Three short requests are
+computed twice: each by itself by transformers' own forward with its eager attention, and together, in chunks, as the
+engine will. Where the two differ the model is refused with the reason, so that no architecture is trusted by its name.
+Two ways are tried in turn: all rows in one flat batch over the paged KV cache, with our attention, and row by row with
+transformers' attention. Meanwhile `Called` notes which modules are called, and `Uses` whether rounding may depend on
+the batch.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llm.base.watch import Patchable
 from llm.errors import UnsupportedModelError
 from llm.forward import AttentionMetadata, ForwardBatch, LatentCacheSpec, RecurrentMetadata, RecurrentSpec, StateSpec
 from llm.kernels.reference.backend import REFERENCE
@@ -32,13 +35,14 @@ from llm.models.transformers_backend.recognise import (
     PositionTable,
     Replacement,
     embedding_scale,
+    is_conv1d,
+    is_linear,
     is_table,
     recognise,
     replace_module,
 )
 from llm.models.transformers_backend.rows import CacheLayer, RowCache, RowWay, describe, new_cache
 from llm.models.transformers_backend.skeleton import Passes, Skeleton, Theirs, refusing, without_warnings
-from llm.models.transformers_backend.stubs import CalledOnly, forget_weights, stub_weights
 
 
 @dataclass(frozen=True)
@@ -403,3 +407,112 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Theirs, types: Theirs, args: Theirs = (), kwargs: Theirs = None) -> Theirs:
         self._uses.note(func, args)
         return func(*args, **(kwargs or {}))
+
+
+_POOL = 1 << 22
+_EMBEDDED = 64
+
+
+def stub_weights(model: nn.Module) -> list[str]:
+    """Give `model` values; returns the paths of its linear layers."""
+    generator = torch.Generator().manual_seed(0)
+    pool = 0.1 * torch.randn(_POOL, generator=generator)
+    linear, values = [], _Values(pool)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            _stub_embedding(module, values)
+            continue
+        if is_linear(module):
+            linear.append(name)
+            _patch(module, _linear_stub(module, generator))
+        elif any(parameter.numel() > _POOL for parameter in module.parameters(recurse=False)):
+            _patch(module, _keeps_shape)
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                is_small = parameter.numel() <= _POOL
+                module._parameters[key] = values.of(parameter) if is_small else _unreadable(parameter)
+    return linear
+
+
+def forget_weights(model: nn.Module, names: Iterable[str]) -> None:
+    """Take the values of these linear layers away: a model that reads a weight without calling the layer fails now.
+
+    Loaded, the weight of a layer that is called is packed for our kernels.
+    """
+    for name in names:
+        module: Theirs = model.get_submodule(name)
+        module.weight = _unreadable(module.weight)
+
+
+def _unreadable(parameter: nn.Parameter) -> nn.Parameter:
+    """NaN in the memory of one number: a result that it enters is equal to none. A meta tensor would not do: a product
+    of one with a CPU tensor raises nothing."""
+    value = torch.full((), torch.nan) if parameter.is_floating_point() else torch.zeros((), dtype=parameter.dtype)
+    return nn.Parameter(value.expand(parameter.shape), requires_grad=False)
+
+
+class CalledOnly(Patchable):
+    """In the place of an embedding: a model that reads rows of its weight without calling it fails now."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.called = embedding
+        self.weight = torch.zeros(())  # it has a type and a device
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.called(ids)
+
+
+class _Values:
+    """The same values for the same parameter: some are shared by modules."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        self._pool = pool
+        # The key's parameter is kept: its id is not given to another one.
+        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._next = 0
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Around 1 for vectors, which are mostly norms', and of the size of a trained weight for the others."""
+        if id(parameter) not in self._made:
+            count = parameter.numel()
+            self._next = (self._next + 976) % (_POOL - count + 1)
+            values = self._pool[self._next : self._next + count].view(parameter.shape)
+            if not parameter.is_floating_point():
+                values = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            elif parameter.dim() == 1:
+                values = 1 + values
+            made = nn.Parameter(values.to(parameter.dtype), requires_grad=False)
+            self._made[id(parameter)] = parameter, made
+        return self._made[id(parameter)][1]
+
+
+def _patch(module: nn.Module, function: Callable[..., Theirs]) -> None:
+    module.forward = function
+
+
+def _linear_stub(module: nn.Module, generator: torch.Generator) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Each output channel is one input channel times a factor."""
+    weight: Theirs = module.weight
+    outputs, inputs = reversed(weight.shape) if is_conv1d(module) else weight.shape
+    if outputs > _POOL or inputs > _POOL:
+        raise UnsupportedModelError(f"a matrix of {outputs} x {inputs} is no model's.")
+    channels = torch.randint(max(1, inputs), (outputs,), generator=generator)
+    factors = torch.randn(outputs, generator=generator)
+    return lambda x: x[..., channels] * factors
+
+
+def _stub_embedding(module: nn.Embedding, values: _Values) -> None:
+    """A table of a few rows, each for many ids."""
+    rows = min(_EMBEDDED, module.num_embeddings)
+    module.weight = values.of(nn.Parameter(torch.empty(rows, module.embedding_dim, device="meta")))
+
+    def within(_: nn.Module, arguments: tuple[Theirs, ...]) -> tuple[Theirs, ...]:
+        return tuple(item % rows if isinstance(item, torch.Tensor) else item for item in arguments)
+
+    module.register_forward_pre_hook(within)
+
+
+def _keeps_shape(x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    """Of modules with large tensors of their own, which are experts: their output is shaped like their input."""
+    return 0.5 * x

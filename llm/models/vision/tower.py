@@ -19,8 +19,8 @@ from llm.base.types import JsonObject
 from llm.base.watch import Patchable
 from llm.errors import UnsupportedModelError
 from llm.layers.linear import ReplicatedLinear
+from llm.models.transformers_backend.model import WeightNames
 from llm.models.transformers_backend.skeleton import Theirs, check_counts, compute_buffers, refusing, without_warnings
-from llm.models.transformers_backend.weights import WeightNames
 
 # Where transformers' models have their language model, from the model or from its `model`.
 _LANGUAGE = ("language_model", "text_model")

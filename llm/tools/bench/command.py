@@ -14,8 +14,7 @@ import sys
 from time import perf_counter
 
 from llm.base.types import Commands
-from llm.tools.bench.shapes import SHAPES
-from llm.tools.bench.workloads import RECIPES, BenchOptions, invalid
+from llm.tools.bench.workloads import RECIPES, SHAPES, BenchOptions, invalid
 
 _IMPORTS = ("torch", "llm.llm")
 # Arguments of LLM that an option of the benchmark sets -> that option.

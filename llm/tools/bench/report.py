@@ -35,10 +35,8 @@ from llm import __version__
 from llm.base.types import JsonObject
 from llm.base.types import JsonObject as Report
 from llm.engine.boundary import Phase, PhaseTime, Rates
-from llm.tools.bench.compare import Transformers, advantage
-from llm.tools.bench.measure import Figure, Ours, decode_cost, prefill_cost
-from llm.tools.bench.profile import Profile
-from llm.tools.bench.session import BenchResult, WorkloadResult
+from llm.tools.bench.measure import Figure, Ours, Transformers, advantage, decode_cost, prefill_cost
+from llm.tools.bench.session import BenchResult, Profile, WorkloadResult
 
 SCHEMA = 1
 
