@@ -107,7 +107,7 @@ def _add_jobs(commands: Commands) -> None:
 
 
 def _add_quantization(commands: Commands) -> None:
-    from llm.quantize.command import add_command
+    from llm.tools.quantization_command import add_command
 
     add_command(commands)
 

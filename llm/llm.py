@@ -75,9 +75,9 @@ if TYPE_CHECKING:
 
     from llm.jobs.job import JobSummary
     from llm.llm_engine import LLMEngine
-    from llm.quantize.compare import Comparison
-    from llm.quantize.report import QuantizationReport
     from llm.setup.preview import ModelPlan
+    from llm.tools.compare import Comparison
+    from llm.tools.quantization_report import QuantizationReport
     from llm.tools.verify import SelfCheck, Verification
 
 logger = init_logger("llm")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from embedded import python
+from formats_table import overview
 
 from llm.config.arguments import ARGUMENTS, DIFFERENT, differences
 from llm.models.registry import _FAMILIES
 from llm.quantization import registry
-from llm.quantize.overview import overview
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -117,7 +117,7 @@ def test_the_differences_from_vllm_are_those_of_the_tables() -> None:
 
 
 def test_the_formats_are_those_that_are_registered() -> None:
-    """`python -m llm.quantize.overview` prints what belongs between the two comments."""
+    """`python tests/formats_table.py` prints what belongs between the two comments."""
     page = (REFERENCE / "formats.md").read_text()
     section = page.split("<!-- formats -->\n", 1)[1].split("\n<!-- end of formats -->", 1)[0]
     assert section == overview() and "| gptq | 2, 3, 4, 8 bits" in section

@@ -24,9 +24,9 @@ from llm.sampling.logits_processors.pipeline import load_logits_processor, quali
 
 if TYPE_CHECKING:
     from llm.llm import LLM
-    from llm.quantize.compare import Comparison
-    from llm.quantize.report import QuantizationReport
     from llm.setup.preview import ModelPlan
+    from llm.tools.compare import Comparison
+    from llm.tools.quantization_report import QuantizationReport
     from llm.tools.verify import SelfCheck, Verification
 
 
@@ -166,7 +166,7 @@ def plan(model: str | Path, calibrate: bool, arguments: Mapping[str, object]) ->
 def quantization_report(
     llm: LLM, texts: Sequence[str], prompts: Sequence[PromptType] | None, against: str | Path | None, speed: bool
 ) -> QuantizationReport:
-    from llm.quantize.report import make_report
+    from llm.tools.quantization_report import make_report
 
     engine = llm._open_engine()
     plain = replace(llm._args, quantization=None, calibration=None, requantize=None)
@@ -213,7 +213,7 @@ def compare(
     speed: bool,
     arguments: Mapping[str, object],
 ) -> Comparison:
-    from llm.quantize.compare import compare
+    from llm.tools.compare import compare
 
     argument = "requantize" if _is_quantized(model, arguments) else "quantization"
 

@@ -281,7 +281,7 @@ class ModelRunner:
 
     def save(self, path: str | Path, format: str) -> Path:
         """See `LLM.save_quantized`."""
-        from llm.quantize.save import save_quantized
+        from llm.loading.save import save_quantized
 
         if isinstance(self.plan.source, GgufSource):
             raise LLMError(f"{self.plan.source.path} is in GGUF already, and is not written in another format.")

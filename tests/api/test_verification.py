@@ -21,7 +21,7 @@ from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.errors import OutOfMemoryError
 from llm.llm import EMBEDDED_MODEL
 from llm.platforms.cpu import CpuPlatform
-from llm.quantize.measure import TextScores, change_interval, perplexity_interval
+from llm.tools.quantization_report import TextScores, change_interval, perplexity_interval
 
 TEXTS = ["In the beginning God created the heaven and the earth.", "And the king said unto them, Go up. " * 6]
 

@@ -24,9 +24,9 @@ from llm.cli import main
 from llm.llm import EMBEDDED_MODEL
 from llm.quantization import on_load
 from llm.quantization.quantizer import Quantized
-from llm.quantize import measure
-from llm.quantize.command import Measured, proposal
-from llm.quantize.measure import (
+from llm.tools import quantization_report as measure
+from llm.tools.quantization_command import Measured, proposal
+from llm.tools.quantization_report import (
     TextScores,
     agreement,
     common_prefix,
@@ -219,7 +219,7 @@ def test_output_noise_is_of_every_token_however_often_the_texts_are_run(
         monkeypatch.setattr(engines[0].runner, "take_captured", counted)
         once = output_noise(*engines, TEXTS[3:5])
         assert len(once) == 16 and set(tokens.values()) == {sum(map(len, plain_ids(plain, TEXTS[3:5])))}
-        monkeypatch.setattr("llm.quantize.measure._CAPTURED_BYTES", 1)  # a layer at a time
+        monkeypatch.setattr("llm.tools.quantization_report._CAPTURED_BYTES", 1)  # a layer at a time
         assert output_noise(*engines, TEXTS[3:5]) == once
 
 

@@ -30,7 +30,7 @@ from tiny_models import (
 from llm import LLM, SamplingParams
 from llm.errors import LLMError, ValidationError
 from llm.kernels.reference.rotation import rotate
-from llm.quantize.formats import stored_layers
+from llm.loading.saved_formats import stored_layers
 
 FORMATS = ("compressed-tensors", "modelslim")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -157,7 +157,7 @@ def test_queries_without_a_latent_come_back_in_every_format(scheme: Any, format:
 
 
 def test_shards_and_their_index(biased: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llm.quantize.save._SHARD_BYTES", 20_000)
+    monkeypatch.setattr("llm.loading.save._SHARD_BYTES", 20_000)
     with open_llm(biased, quantization="w8a8", skip_tokenizer_init=True) as llm:
         before = answers(llm)
         llm.save_quantized(tmp_path / "saved")
@@ -285,7 +285,7 @@ def test_every_layer_is_written_once(biased: Path) -> None:
 def test_a_killed_save_leaves_no_folder(tmp_path: Path) -> None:
     script = f"""
 import os, signal
-import llm.quantize.save as save
+import llm.loading.save as save
 from llm import LLM
 write = save.save_file
 def killed(*args, **kwargs):

@@ -21,12 +21,12 @@ from llm.loading.gguf.metadata import ARCHITECTURES, Described, describe
 from llm.loading.gguf.names import FAMILIES, Family, as_stored, gguf_name
 from llm.loading.gguf.tokenizer import tokenizer_metadata
 from llm.loading.resolve import has_tokenizer
+from llm.loading.saved_formats import StoredLayer
 from llm.loading.source import FolderSource
 from llm.loading.weight_map import rename
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig, LatentAttentionConfig
 from llm.quantization.formats.gguf import pack_blocks, type_of
-from llm.quantize.formats import StoredLayer
 from llm.text.tokenizer import Tokenizer
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

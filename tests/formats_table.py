@@ -1,6 +1,6 @@
-"""The README's table of formats: what is read of each, what computes it, which are made on load, which are saved.
+"""The table of docs/reference/formats.md: how each format is read, computed, made on load and saved.
 
-`python -m llm.quantize.overview` prints it. Formats, schemes on load and saved formats are those of the registries: a
+`python tests/formats_table.py` prints it. Formats, schemes on load and saved formats are those of the registries: a
 row that is missing here or is no longer registered is an error.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llm.kernels.reference.gguf_blocks import BLOCKS
+from llm.loading.save import FORMATS
 from llm.quantization.formats.gptq import BITS
 from llm.quantization.on_load import RECIPES
 from llm.quantization.registry import builtin_methods
-from llm.quantize.save import FORMATS
 
 _FLOAT = "float32 activations"
 _INT8 = "int8 activations where the file says so, else float32"

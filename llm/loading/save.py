@@ -1,7 +1,7 @@
 """Saves a quantized model as a checkpoint that transformers and vLLM load too, or as a GGUF file for llama.cpp.
 
-Owns the folder: its files, its shards, and that it appears complete or not at all. `formats.py` owns the tensors of
-each format, `gguf.py` the file.
+A folder with its files and shards appears complete or not at all. `saved_formats.py` has the tensors of each format,
+`gguf/save.py` the file.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ from llm.base.library_settings import library_defaults
 from llm.errors import LLMError, ValidationError
 from llm.loading.gguf.save import GGUFFile, identity_of
 from llm.loading.model_files import SMALL_FILES, check_model_file
+from llm.loading.saved_formats import (
+    BitsAndBytesWriter,
+    CompressedTensorsWriter,
+    GPTQWriter,
+    ModelSlimWriter,
+    StoredLayer,
+    Writer,
+    stored_layers,
+)
 from llm.loading.weight_map import Target
 from llm.quantization.kv_cache import has_cache_scales
-from llm.quantize.bitsandbytes import BitsAndBytesWriter
-from llm.quantize.formats import CompressedTensorsWriter, ModelSlimWriter, StoredLayer, Writer, stored_layers
-from llm.quantize.gptq import GPTQWriter
 
 logger = logging.getLogger("llm")
 

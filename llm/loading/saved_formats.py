@@ -1,11 +1,14 @@
-"""The names and layouts of a quantized layer's tensors in the formats that `save_quantized` writes.
+"""The formats that `save_quantized` writes: names and layouts of a quantized layer's tensors, and config.json's part.
 
-Owns the writers of compressed-tensors and ModelSlim, the inverse of `quantization/configs` and `quantization/storage`.
-The written integers and scales are the ones computed with, so a saved and loaded model gives the same answers.
+The inverse of `quantization/formats`; GGUF's is in `gguf/save.py`. The written integers and scales are the ones
+computed with, so a saved and loaded model gives the same answers.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -18,7 +21,7 @@ from llm.errors import LLMError
 from llm.kernels.weight import dequantize
 from llm.loading.weight_map import Target
 from llm.quantization.kv_cache import StaticCacheMethod, has_cache_scales, stored_scale
-from llm.quantization.packing import doubled_fp4, pack_column_pairs, pack_fp4, pack_row_pairs, pack_to_int32
+from llm.quantization.packing import doubled_fp4, nf4, pack_column_pairs, pack_fp4, pack_row_pairs, pack_to_int32
 from llm.quantization.quantizer import IntegerWeight
 
 _LM_HEAD = "lm_head"
@@ -431,4 +434,171 @@ def _two_levels(name: str, weight: IntegerWeight) -> dict[str, torch.Tensor]:
         "weight_offset": torch.zeros_like(first),
         "weight_scale_second": weight.scale / first,
         "weight_offset_second": torch.zeros_like(weight.scale),
+    }
+
+
+_SCHEMES = ("W4A16", "W8A16")
+
+
+class GPTQWriter:
+    """GPTQ, for layers with float activations.
+
+    Zero points are of version 2 where there are any, which stores them as they are; else of version 1, which vLLM's
+    kernels expect. Scales are float16 where that is exact, else float32. Embeddings and the LM head are written as the
+    floats they stand for, with which the answers are the same.
+    """
+
+    file_stem = "model"
+
+    def __init__(self, hf_config: Mapping[str, object], layers: list[StoredLayer]) -> None:
+        self._hf_config = hf_config
+        self._layers = layers
+        self._forms = {layer.name: _form(layer.name, layer) for layer in layers if _is_packed(layer)}
+        if not self._forms:
+            raise LLMError("no linear layer is quantized, and GPTQ stores no others.")
+        weights = [layer.weight for layer in layers if layer.weight is not None and _is_packed(layer)]
+        self._is_symmetric = all(weight.zero is None for weight in weights)
+        self._scattered = any(weight.columns is not None for weight in weights)
+
+    def json_files(self) -> JsonObject:
+        bits, size = Counter(self._forms.values()).most_common(1)[0][0]
+        rules: JsonObject = {}
+        for layer in self._layers:
+            if layer.kind == "linear" and not _is_packed(layer):
+                rules[f"-:{_exactly(layer.name)}"] = {}
+            elif self._forms.get(layer.name, (bits, size)) != (bits, size):
+                own = self._forms[layer.name]
+                rules[f"+:{_exactly(layer.name)}"] = {"bits": own[0], "group_size": own[1]}
+        section: JsonObject = {
+            "quant_method": "gptq",
+            "bits": bits,
+            "group_size": size,
+            "desc_act": self._scattered,
+            "sym": self._is_symmetric,
+            "lm_head": False,
+            "checkpoint_format": "gptq" if self._is_symmetric else "gptq_v2",
+            "pack_dtype": "int32",
+        }
+        if rules:
+            section["dynamic"] = rules
+        return {"config.json": {**self._hf_config, "quantization_config": section}}
+
+    def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
+        parts = dict(layer.floats)
+        if layer.weight is not None:
+            packed = _is_packed(layer)
+            parts |= self._packed(layer, layer.weight) if packed else {"weight": layer.weight.dequantize()}
+        return {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}
+
+    def _packed(self, layer: StoredLayer, weight: IntegerWeight) -> dict[str, torch.Tensor]:
+        bits = self._forms[layer.name][0]
+        columns = torch.arange(weight.q.shape[1])
+        # Of each input, its place among the columns of q.
+        place = columns if weight.columns is None else weight.columns.long().argsort()
+        zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
+        stored = zero.to(torch.int8) - int(self._is_symmetric)
+        half = weight.scale.half()
+        return {
+            "qweight": pack_to_int32(weight.q[:, place].t(), bits, dim=0),
+            "qzeros": pack_to_int32(stored.t(), bits),
+            "scales": (half if torch.equal(half.float(), weight.scale) else weight.scale).t(),
+            "g_idx": (place // weight.group_size).int(),
+        }
+
+
+def _is_packed(layer: StoredLayer) -> bool:
+    return layer.kind == "linear" and layer.weight is not None
+
+
+def _form(name: str, layer: StoredLayer) -> tuple[int, int]:
+    """(bits, group size) of a layer; LLMError where GPTQ cannot store it."""
+    weight = layer.weight
+    if weight is None or layer.scheme not in _SCHEMES or weight.table is not None:
+        what = layer.scheme if weight is None or weight.table is None else f"{layer.scheme} of a table of values"
+        raise LLMError(
+            f"{name} computes as {what}, and GPTQ stores integers for {' and '.join(_SCHEMES)} alone; save as "
+            "'compressed-tensors'."
+        )
+    if weight.minimum is not None:
+        raise without_form(name, "minima", "GPTQ")
+    rows, columns = weight.q.shape
+    if rows * weight.bits % 32 or columns * weight.bits % 32:
+        raise LLMError(
+            f"{name} is [{rows}, {columns}], and {weight.bits}-bit values of it do not fill words of 32 bits."
+        )
+    return weight.bits, -1 if weight.group_size >= columns else weight.group_size
+
+
+def _exactly(name: str) -> str:
+    return f"{re.escape(name)}$"
+
+
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+class BitsAndBytesWriter:
+    """bitsandbytes' NF4 layers, as transformers saves them, without double quantization.
+
+    Embeddings and the LM head are written as the floats they stand for, with which the answers are the same.
+    """
+
+    file_stem = "model"
+
+    def __init__(self, hf_config: Mapping[str, object], layers: list[StoredLayer]) -> None:
+        self._hf_config = hf_config
+        self._layers = layers
+        packed = [layer for layer in layers if _is_packed(layer)]
+        if not packed:
+            raise LLMError("no linear layer is quantized, and bitsandbytes stores no others.")
+        for layer in packed:
+            _check(layer)
+
+    def json_files(self) -> JsonObject:
+        left = [layer.name for layer in self._layers if layer.kind == "linear" and not _is_packed(layer)]
+        section: JsonObject = {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": False,
+            "bnb_4bit_compute_dtype": "float32",
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": ["lm_head", *left],
+        }
+        return {"config.json": {**self._hf_config, "quantization_config": section}}
+
+    def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
+        parts = dict(layer.floats)
+        if layer.weight is not None:
+            parts |= _packed(layer.weight) if _is_packed(layer) else {"weight": layer.weight.dequantize()}
+        return {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}
+
+
+def _check(layer: StoredLayer) -> None:
+    weight = layer.weight
+    if weight is None or weight.table is None or not torch.equal(weight.table, nf4()):
+        raise LLMError(
+            f"{layer.name} computes as {layer.scheme} without NF4's table, and only NF4 is written for bitsandbytes; "
+            "save as 'compressed-tensors'."
+        )
+    if weight.group_size not in _BLOCKS:
+        known = ", ".join(map(str, _BLOCKS))
+        raise LLMError(f"{layer.name} has groups of {weight.group_size}; bitsandbytes has blocks of {known}.")
+
+
+def _packed(weight: IntegerWeight) -> dict[str, torch.Tensor]:
+    """Two codes in a byte, the first in the high nibble; all rows are one run, and blocks end with rows."""
+    codes = (weight.q + 8).to(torch.uint8).flatten()
+    state = {
+        "quant_type": "nf4",
+        "blocksize": weight.group_size,
+        "dtype": "float32",
+        "shape": list(weight.q.shape),
+    }
+    text = json.dumps(state).encode()
+    return {
+        "weight": (codes[0::2] << 4 | codes[1::2])[:, None],
+        "weight.absmax": weight.scale.flatten(),
+        "weight.quant_map": nf4(),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(text), dtype=torch.uint8),
     }

@@ -1,7 +1,4 @@
-"""`LLM.compare`: one model in several quantizations, as one table and one picture.
-
-Owns the table and the picture; `measure.py` owns the measures.
-"""
+"""`LLM.compare`: one model in several quantizations, as one table and one picture."""
 
 from __future__ import annotations
 
@@ -14,13 +11,14 @@ from llm.base.checks import refuse
 from llm.base.optional import optional_package
 from llm.base.text import show
 from llm.quantization.on_load import RECIPES
-from llm.quantize.measure import TextScores, change_interval, measure_speed, perplexity_interval, score_texts
+from llm.tools.quantization_report import TextScores, change_interval, measure_speed, perplexity_interval, score_texts
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
     from llm.llm import LLM
+
 
 _QUALITY = ("quantization", "weights", "perplexity", "95% interval", "change", "95% interval")
 _HEADINGS = (*_QUALITY, "prefill tok/s", "decode tok/s")

@@ -1,7 +1,4 @@
-"""`python -m llm quantization`: compares quantization schemes on a model, as a Markdown table, and finds the smallest.
-
-Owns the arguments and the table; `measure.py` owns the measures.
-"""
+"""`python -m llm quantization`: compares quantization schemes on a model as a Markdown table, finds the smallest."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ def table(
     """The lines of a Markdown table: the unquantized model, then each scheme compared with it; also in `measured`."""
     from llm.llm import EMBEDDED_MODEL, LLM
     from llm.quantization.on_load import RECIPES
-    from llm.quantize.measure import agreement, common_prefix, greedy_tokens, prompts_from, score_texts
+    from llm.tools.quantization_report import agreement, common_prefix, greedy_tokens, prompts_from, score_texts
 
     for scheme in schemes:
         if scheme not in RECIPES:

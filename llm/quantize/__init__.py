@@ -1,1 +1,0 @@
-"""`quantization_report`, `save_quantized`, and the command behind the README's table."""
