@@ -14,7 +14,8 @@ import torch
 
 from llm.base.construction import construction
 from llm.base.watch import Counted, Patchable
-from llm.forward import AttentionMetadata, ForwardBatch, KVCacheSpec
+from llm.errors import UnsupportedModelError
+from llm.forward import AttentionMetadata, ForwardBatch, ImageTokens, KVCacheSpec
 from llm.kernels.select import backend_for, backend_of_construction
 from llm.layers.linear import QKVParallelLinear
 from llm.platforms.interface import Platform
@@ -95,8 +96,21 @@ class Attention(Patchable):
     def attend(self, query: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """query [N, heads * head_size] over the cache, which has this step's keys and values -> the same shape."""
         tokens = query.shape[0]
-        heads = (tokens, self.num_heads, self.head_size)
-        return self.backend.attend(query.view(heads), *self.state(batch), batch).view(tokens, -1)
+        heads = query.view(tokens, self.num_heads, self.head_size)
+        out = self.backend.attend(heads, *self.state(batch), batch)
+        if batch.images is not None and batch.images.both_ways is not None:
+            out = self._both_ways(heads, out, batch.images, batch)
+        return out.view(tokens, -1)
+
+    def _both_ways(
+        self, query: torch.Tensor, out: torch.Tensor, images: ImageTokens, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """`out` with the tokens that see those after them in their run, whose keys have been written."""
+        metadata = images.metadata[self.layer_index]
+        if metadata is None or images.both_ways is None:
+            return out
+        own = self.backend.attend_both_ways(query[images.both_ways], self.state(batch)[0], metadata)
+        return out.index_copy(0, images.both_ways, own)
 
     def state(self, batch: ForwardBatch) -> tuple[tuple[torch.Tensor, torch.Tensor], AttentionMetadata]:
         """This layer's (key cache, value cache) and where the step's tokens are in it."""
@@ -170,6 +184,12 @@ class AttentionBackend(Counted):
         """
         raise NotImplementedError
 
+    def attend_both_ways(
+        self, query: torch.Tensor, kv_cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """As `attend`, for batch rows whose tokens also see those after them. Models that read images need it."""
+        raise UnsupportedModelError(f"{type(self).__name__} computes no attention in both directions.")
+
 
 class PagedAttention(AttentionBackend):
     """The kernels of this package."""
@@ -204,6 +224,20 @@ class PagedAttention(AttentionBackend):
         metadata: AttentionMetadata,
         batch: ForwardBatch,
     ) -> torch.Tensor:
+        return self._attend(query, kv_cache, metadata, self.params.causal)
+
+    def attend_both_ways(
+        self, query: torch.Tensor, kv_cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        return self._attend(query, kv_cache, metadata, False)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        metadata: AttentionMetadata,
+        causal: bool,
+    ) -> torch.Tensor:
         return self._ops.paged_attention(
             query,
             *kv_cache,
@@ -214,7 +248,7 @@ class PagedAttention(AttentionBackend):
             soft_cap=self.params.soft_cap,
             sinks=self.params.sinks,
             alibi_slopes=self.params.alibi_slopes,
-            causal=self.params.causal,
+            causal=causal,
             static_scales=self._scales(kv_cache),
         )
 

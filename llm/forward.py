@@ -193,11 +193,15 @@ class ImageTokens:
         indices: int64 [M], which of the step's tokens.
         rows: float32 [M, hidden], in the place of their embeddings.
         deep: further ones, added to what enters the second layer and those after it.
+        both_ways: int64 [B], those of the step's tokens that see the tokens after them in their run; None: none do.
+        metadata: of these as batch rows of their own, per state of the model; None for a layer where they do not.
     """
 
     indices: torch.Tensor
     rows: torch.Tensor
     deep: tuple[torch.Tensor, ...] = ()
+    both_ways: torch.Tensor | None = None
+    metadata: Sequence[AttentionMetadata | None] = ()
 
 
 @dataclass

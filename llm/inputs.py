@@ -14,7 +14,13 @@ class _TextPromptBase(TypedDict):
     prompt: str
 
 
-class TextPrompt(_TextPromptBase, total=False):
+class _WithImages(TypedDict, total=False):
+    multi_modal_data: dict[str, object]
+    multi_modal_uuids: dict[str, object]
+    mm_processor_kwargs: dict[str, object]
+
+
+class TextPrompt(_TextPromptBase, _WithImages, total=False):
     """`{"prompt": "..."}`: text, tokenized with the model's special tokens. Only prompts with equal `cache_salt` share
     cached prefixes."""
 
@@ -25,7 +31,7 @@ class _TokensPromptBase(TypedDict):
     prompt_token_ids: list[int]
 
 
-class TokensPrompt(_TokensPromptBase, total=False):
+class TokensPrompt(_TokensPromptBase, _WithImages, total=False):
     """`{"prompt_token_ids": [...]}`: used as given; an optional `prompt` is only copied to the output."""
 
     prompt: str

@@ -42,6 +42,7 @@ from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
 from llm.engine.pooling_rows import Prefix
 from llm.engine.preprocess import Preprocessor
+from llm.engine.prompts import with_processor_options
 from llm.engine.stats import LLMStats
 from llm.errors import EngineBusyError, EngineClosedError, ValidationError, nearest
 from llm.explain import Explanation
@@ -289,7 +290,7 @@ class LLM:
         lora_request: LoRARequests = None,
         priority: Priority = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
-        mm_processor_kwargs: None = None,
+        mm_processor_kwargs: Mapping[str, object] | None = None,
         on_error: str = "raise",
         on_too_long: str = "error",
         on_interrupt: str = "raise",
@@ -301,6 +302,8 @@ class LLM:
 
         Args:
             prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a list of any of these.
+                Their key `"multi_modal_data": {"image": ...}` has an image, or a list of them: PIL images, paths, bytes
+                of files, arrays, tensors.
             sampling_params: one for all prompts, or one per prompt; None: the model's defaults.
             lora_request: the adapter of all prompts, or a list with one or None for each (`enable_lora`).
             use_tqdm: a progress bar in tokens, and a line when it ends, if the call takes more than half a second;
@@ -308,6 +311,7 @@ class LLM:
                 `llm.progress.GenerationProgress` at most ten times a second, and when the call ends.
             priority: an integer for all prompts, or one each: with `LLM(scheduling_policy="priority")` the lowest run
                 first, else they have no effect. No answer depends on them.
+            mm_processor_kwargs: arguments of the image processor.
             tokenization_kwargs: `add_special_tokens`; `truncation` with `max_length`, or `truncate_prompt_tokens`, with
                 `truncation_side` ("left", the first tokens are cut, or "right").
             on_error: "raise" names every bad prompt before any is run; "return" puts the error into its output
@@ -322,11 +326,11 @@ class LLM:
         """
         if unknown or prompts is MISSING:
             raise wrong_names("LLM.generate", LLM.generate, unknown, CALLS)
-        check_asks_nothing(mm_processor_kwargs=mm_processor_kwargs)
         options = CallOptions(use_tqdm, on_error, on_too_long, on_interrupt, on_output, checkpoint)
         # The guard comes first: Ctrl-C must not leave a lock held or some of the rows queued.
         with InterruptGuard() as guard, self._exclusive():
             engine = self._begin()
+            prompts = with_processor_options(prompts, mm_processor_kwargs)
             rows = prompt_rows(self, prompts, sampling_params, tokenization_kwargs, options, priority)
             give_adapters(engine, rows, lora_request)
             outputs = BatchCall(self, rows, guard, options).run(engine)
@@ -387,7 +391,7 @@ class LLM:
         tools: list[JsonObject] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
-        mm_processor_kwargs: None = None,
+        mm_processor_kwargs: Mapping[str, object] | None = None,
         on_error: str = "raise",
         on_too_long: str = "error",
         on_interrupt: str = "raise",
@@ -400,10 +404,9 @@ class LLM:
 
         The chat template renders them, with `chat_template_kwargs`, to prompts for `generate`. Replies have `content`,
         `reasoning` and, with `tools`, `tool_calls`, in the form (`tool_parser`) that the template teaches.
+        Contents may have parts of type "image_pil" and "image_url", `data:` or a file below `allowed_local_media_path`.
         `tool_choice` is OpenAI's: of "required" or a function the reply is JSON of the schemas, without reasoning."""
-        check_asks_nothing(
-            mm_processor_kwargs=mm_processor_kwargs, chat_template_content_format=chat_template_content_format
-        )
+        check_asks_nothing(chat_template_content_format=chat_template_content_format)
         self._open_engine()
         options = ChatOptions.of(locals())
         default = self.get_default_sampling_params
@@ -411,6 +414,7 @@ class LLM:
         outputs = self.generate(
             asked.prompts,
             asked.params,
+            mm_processor_kwargs=mm_processor_kwargs,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
             priority=priority,
@@ -506,6 +510,7 @@ class LLM:
         on_error: str = "return",
         on_too_long: str = "error",
         row_params: bool = False,
+        image_column: str | None = None,
         use_tqdm: UseTqdm = True,
     ) -> JobSummary:
         """Answer the rows of a file into another; after Ctrl-C, SIGTERM, a crash or a full disk, `resume=True` goes on.
@@ -527,6 +532,7 @@ class LLM:
             shard: "i/n" answers every n-th row from the i-th on, from 0; `python -m llm merge OUTPUT` joins the parts.
             on_error: "return" answers bad rows with an error; "raise" refuses the input, and names them.
             on_too_long: as for `generate`.
+            image_column: has a row's image, or a list of them: paths below the input's folder, base64 or bytes.
             row_params: columns with the names of parameters (max_tokens, temperature, ...) are those of their rows.
 
         Raises:
@@ -535,7 +541,7 @@ class LLM:
         """
         from llm.jobs.job import RunOptions, run_job
 
-        options = RunOptions(column, template, resume, shard, on_error, on_too_long, row_params, use_tqdm)
+        options = RunOptions(column, template, resume, shard, on_error, on_too_long, row_params, use_tqdm, image_column)
         return run_job(self, input, output, options, sampling_params, pooling_params, lora_modules, lora_request)
 
     @property

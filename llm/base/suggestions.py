@@ -36,7 +36,6 @@ NOT_TEXT: dict[str, str] = {
 # Arguments of calls that are accepted with a neutral value -> (the neutral values, what to do instead of others).
 ASKS_NOTHING: dict[str, tuple[tuple[object, ...], str]] = {
     "chat_template_content_format": (("auto",), "text and parts of text are both taken, as the template needs them"),
-    "mm_processor_kwargs": ((None, {}), "prompts are text, and nothing is processed"),
 }
 
 # Arguments that `SamplingParams` does not have.

@@ -7,11 +7,13 @@ of pixels and settings: everything else that schedules, counts or shares tokens 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import NoReturn
@@ -28,8 +30,9 @@ from llm.engine.rows import Row
 from llm.engine.step import RowImage, RowImages
 from llm.errors import LLMError, ValidationError
 from llm.loading.model_files import check_small_files, read_json
+from llm.models.vision.both_ways import sees_both_ways, spans_of
 from llm.models.vision.processor import FILES, PictureProcessor, Processed
-from llm.text.images import NAME, MediaLimits, Picture, bad_picture, read_picture
+from llm.text.images import NAME, MediaLimits, Picture, bad_picture, from_url, read_picture
 from llm.text.tokenizer import Tokenizer
 
 # Ids from here on are no vocabulary's.
@@ -71,6 +74,11 @@ class PromptImages:
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
         self.limits = limits
         self._options = dict(options)
+        self._has_axes = "mrope_section" in json.dumps(config, default=str)
+        self._both_ways = sees_both_ways(config)
+        text = config.get("text_config")
+        window = text.get("sliding_window") if isinstance(text, Mapping) else None
+        self._window = window if isinstance(window, int) else 0
         self._kept: OrderedDict[bytes, Processed] = OrderedDict()
         self._kept_bytes = 0
         self._lock = Lock()
@@ -99,16 +107,26 @@ class PromptImages:
             self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="llm-images")
         return self._pool.submit(self._read_all, media)
 
+    def prompt_of_row(self, prompt: object, sources: list[object]) -> object:
+        """A job's prompt with images, which stand before its text if that says no place for them."""
+        if not isinstance(prompt, str):
+            raise bad_picture(f"the prompt of a row with images must be a text, got {type(prompt).__name__}")
+        mark = self.processor.placeholder
+        text = prompt if mark in prompt else mark * len(sources) + prompt
+        return {"prompt": text, "multi_modal_data": {"image": sources}}
+
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
-    def text_of(self, text: str, read: Sequence[_Read]) -> str:
-        """The prompt's text with the tokens of pictures in the places of their placeholders."""
-        parts = text.split(self.processor.placeholder)
-        self._check_count(len(parts) - 1, len(read))
-        return parts[0] + "".join(item.text + part for item, part in zip(read, parts[1:], strict=True))
+    def ids_of_text(self, text: str, read: Sequence[_Read], *, plain: bool) -> list[int]:
+        """Of a prompt's text, with the tokens of pictures in the places of their placeholders.
+
+        plain: the text has its special tokens.
+        """
+        self._check_count(text.count(self.processor.placeholder), len(read))
+        return self.processor.whole_ids(text, [item.text for item in read], plain=plain)
 
     def ids_of(self, token_ids: Sequence[int], read: Sequence[_Read]) -> list[int]:
         """The same of token ids, where each picture is one placeholder; or all of its tokens already."""
@@ -142,7 +160,27 @@ class PromptImages:
             reserved[own] = reserved_ids(item.key, count)
             images.append(RowImage(item.key, own, partial(self._inputs, item.picture, len(read), dict(options))))
             start += count
-        return RowImages(tuple(images), reserved)
+        if self._has_axes:
+            self._check_apart(images)
+        spans = spans_of(self._both_ways, places, len(ids))
+        longest = max((end - first for first, end in spans), default=0)
+        if self._window and longest > self._window:
+            raise bad_picture(
+                f"{longest} tokens of the prompt see each other in both directions, and the model's window has "
+                f"{self._window}; pass smaller images"
+            )
+        if self._both_ways == "prompt" and images:  # what a token sees depends on all of the prompt
+            whole = hashlib.sha256(reserved.tobytes() + ids.tobytes()).digest()
+            reserved = reserved_ids(whole, len(ids))
+        return RowImages(tuple(images), reserved, spans)
+
+    def _check_apart(self, images: Sequence[RowImage]) -> None:
+        for first, second in pairwise(images):
+            if first.places[-1] + 1 == second.places[0]:
+                raise bad_picture(
+                    "two images of the prompt have no token between them, which this model's positions need; write the "
+                    "tokens that its chat template puts around an image"
+                )
 
     def options_of(self, media: PromptMedia) -> dict[str, object]:
         return {**self._options, **media.options}
@@ -232,37 +270,103 @@ def images_of(plan: RunnerPlan, args: EngineArgs) -> PromptImages | None:
     return PromptImages(plan.source.folder, plan.hf_config, tokenizer, limits, args.mm_processor_kwargs or {})
 
 
+def without_images(
+    conversation: Sequence[JsonObject], images: PromptImages | None
+) -> tuple[list[JsonObject], PromptMedia | None]:
+    """A conversation with `{"type": "image"}` in the places of its images, and these; None: it has none.
+
+    Raises:
+        ValidationError: a part is no image, or is one where the model reads none.
+    """
+    sources: list[object] = []
+    uuids: list[str | None] = []
+
+    def part_of(part: object) -> object:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in _NOT_READ:
+            raise ValidationError(
+                f"a part of type {kind!r} is not read; of a video pass the frames, as parts of type 'image_pil'.",
+                parameter="messages",
+            )
+        if not isinstance(part, Mapping) or kind not in ("image_url", "image_pil", "image"):
+            return part
+        if images is None:
+            raise ValidationError(f"{NO_TOWER}.", parameter="messages")
+        uuid = part.get("uuid")
+        if not isinstance(uuid, str | None):
+            raise bad_picture(f"the uuid of an image must be a string, got {type(uuid).__name__}")
+        sources.append(_source_of(part.get(kind), str(kind), uuid, images.limits))
+        uuids.append(uuid)
+        return {"type": "image", "text": images.processor.placeholder}
+
+    found = []
+    for message in conversation:
+        content = message.get("content")
+        parts = [part_of(part) for part in content] if isinstance(content, list | tuple) else content
+        found.append({**message, "content": parts} if "content" in message else dict(message))
+    if not sources:
+        return found, None
+    return found, PromptMedia(sources, tuple(uuids) if any(uuids) else (), is_rendered=True)
+
+
+_NOT_READ = ("video", "video_url", "input_audio", "audio", "audio_url", "image_embeds", "file")
+NO_TOWER = "this model reads no images: its checkpoint has no vision tower"
+
+
+def _source_of(value: object, kind: str, uuid: str | None, limits: MediaLimits) -> object:
+    if kind == "image_url" and value is not None:
+        return from_url(value.get("url") if isinstance(value, Mapping) else value, limits)
+    if value is None and uuid is None:
+        raise bad_picture(f"a part of type {kind!r} must have the image under {kind!r}")
+    return from_url(value, limits) if isinstance(value, str) else value
+
+
+def with_images(messages: Sequence[JsonObject], sources: Sequence[object]) -> list[JsonObject]:
+    """A conversation with images before the text of its first message of a user."""
+    parts: list[object] = [{"type": "image_pil", "image_pil": source} for source in sources]
+    found, is_placed = [], False
+    for message in messages:
+        if not is_placed and message.get("role") == "user":
+            content, is_placed = message.get("content"), True
+            listed = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            message = {**message, "content": [*parts, *listed]}
+        found.append(message)
+    if not is_placed:
+        raise ValidationError("a conversation with images needs a message of the user.", parameter="messages")
+    return found
+
+
 class PicturesOfCall:
-    """The pictures of a call's prompts.
+    """The pictures of a call's prompts. `plain`: their texts have their special tokens.
 
     Attributes:
         parsed: the prompts, with the tokens of pictures in the places of placeholders; or with an error.
     """
 
-    def __init__(self, images: PromptImages | None, parsed: Sequence[ParsedPrompt]) -> None:
-        self._images = images
+    def __init__(self, images: PromptImages | None, parsed: Sequence[ParsedPrompt], *, plain: bool = False) -> None:
+        self._images, self._plain = images, plain
         self._read: dict[int, list[_Read]] = {}
-        self._texts = [item.text for item in parsed]
         self.parsed = list(parsed)
         asked = {index: item.media for index, item in enumerate(parsed) if item.media is not None and not item.error}
         if images is None:
             for index in asked:
-                self._refuse(index, bad_picture("this model reads no images: its checkpoint has no vision tower"))
+                self._refuse(index, bad_picture(NO_TOWER))
             return
         started = {index: images.start(media) for index, media in asked.items()}
         for index, future in started.items():
             try:
-                self._take(images, index, future.result())
+                self._take(images, index, asked[index], future.result())
             except ValidationError as error:
                 self._refuse(index, error)
 
-    def _take(self, images: PromptImages, index: int, read: list[_Read]) -> None:
+    def _take(self, images: PromptImages, index: int, media: PromptMedia, read: list[_Read]) -> None:
         item = self.parsed[index]
         self._read[index] = read
         if item.token_ids is not None:
             self.parsed[index] = item._replace(token_ids=images.ids_of(item.token_ids, read))
         elif item.text is not None:
-            self.parsed[index] = item._replace(text=images.text_of(item.text, read))
+            plain = self._plain or media.is_rendered
+            self.parsed[index] = item._replace(token_ids=images.ids_of_text(item.text, read, plain=plain))
 
     def _refuse(self, index: int, error: ValidationError) -> None:
         self.parsed[index] = self.parsed[index]._replace(token_ids=[], error=error)
@@ -272,7 +376,6 @@ class PicturesOfCall:
         media = self.parsed[index].media
         if media is None or self._images is None:
             return
-        row.prompt = self._texts[index]
         if row.num_dropped_tokens:
             raise bad_picture("a prompt with images cannot be cut; raise max_model_len, or pass smaller images")
         row.images = self._images.row_images(row.token_ids, self._read[index], self._images.options_of(media))

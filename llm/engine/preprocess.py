@@ -14,8 +14,16 @@ from typing import Any, NamedTuple, cast
 from llm.base.checks import refuse
 from llm.base.types import JsonObject
 from llm.config.engine import ModelConfig, ReasoningConfig
-from llm.engine.images import PicturesOfCall, PromptImages, no_images
-from llm.engine.prompts import ParsedPrompt, Tokenization, check_text, list_conversations, list_prompts, parse_prompt
+from llm.engine.images import PicturesOfCall, PromptImages, no_images, without_images
+from llm.engine.prompts import (
+    ParsedPrompt,
+    PromptMedia,
+    Tokenization,
+    check_text,
+    list_conversations,
+    list_prompts,
+    parse_prompt,
+)
 from llm.engine.rows import AnyRow, RefusedRow, Row, RowMaker, refuse_too_long, rows_only
 from llm.errors import LLMError, PromptTooLongError, ValidationError
 from llm.inputs import TokensPrompt
@@ -94,7 +102,7 @@ class Preprocessor:
         checked: dict[int, SamplingParams | ValidationError] = {}  # by identity: many rows usually share one object
         rows: list[AnyRow] = []
         parsed = self._without_too_long(parsed, per_row, tokenization, on_too_long)
-        pictures = PicturesOfCall(self.images, parsed)
+        pictures = PicturesOfCall(self.images, parsed, plain=tokenization.add_special_tokens is False)
         for offset, (text, token_ids, dropped) in enumerate(self.tokenize(pictures.parsed, tokenization)):
             given, found, index = per_row[offset], pictures.parsed[offset], first + offset * stride
             try:
@@ -176,9 +184,17 @@ class Preprocessor:
         Raises:
             ValidationError: `messages` is no conversation, an argument is not the template's, or the template raises.
         """
-        texts = rendered(self.tokenizer, messages, options, template_arguments)
+        conversations, media = self._without_images(messages)
+        texts = rendered(self.tokenizer, conversations, options, template_arguments)
         encoded = self._encoded(texts, tokenization_kwargs)
-        return [{"prompt": text, "prompt_token_ids": ids} for text, (ids, _) in zip(texts, encoded, strict=True)]
+        prompts: list[TokensPrompt] = []
+        for text, (ids, _), own in zip(texts, encoded, media, strict=True):
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+            if own is not None:
+                prompts[-1]["multi_modal_data"] = {"image": own.images}
+                if own.uuids:
+                    prompts[-1]["multi_modal_uuids"] = {"image": list(own.uuids)}
+        return prompts
 
     def chat_prompts(
         self,
@@ -192,14 +208,23 @@ class Preprocessor:
         choice: ToolChoice | None = None,
     ) -> list[ParsedPrompt]:
         """As `render_chat`, for rows with these params and this choice; conversations that cannot fit are refused."""
-        texts = rendered(self.tokenizer, messages, options, template_arguments, choice)
+        conversations, media = self._without_images(messages)
+        texts = rendered(self.tokenizer, conversations, options, template_arguments, choice)
         per_row = _per_row_params(params, len(texts), default)
         tokenization = Tokenization.of(tokenization_kwargs, self.config.max_model_len)
-        parsed = [ParsedPrompt(text, None) for text in texts]
+        parsed = [ParsedPrompt(text, None, media=own) for text, own in zip(texts, media, strict=True)]
         parsed = self._without_too_long(parsed, per_row, tokenization, on_too_long)
-        fitting = [text for text, item in zip(texts, parsed, strict=True) if item.error is None]
-        encoded = iter(self._encoded(fitting, tokenization_kwargs))
-        return [_tokenized(item, *next(encoded)) if item.error is None else item for item in parsed]
+        is_text = [item.error is None and item.media is None for item in parsed]  # with images it is tokenized later
+        if tokenization.truncation is not None and any(media):
+            refuse("tokenization_kwargs", "truncation", "left out where conversations have images: they cannot be cut")
+        plain = [text for text, own in zip(texts, is_text, strict=True) if own]
+        encoded = iter(self._encoded(plain, tokenization_kwargs))
+        return [_tokenized(item, *next(encoded)) if own else item for item, own in zip(parsed, is_text, strict=True)]
+
+    def _without_images(self, messages: object) -> tuple[list[list[JsonObject]], list[PromptMedia | None]]:
+        """Conversations, and the images of each."""
+        found = [without_images(conversation, self.images) for conversation in list_conversations(messages)]
+        return [conversation for conversation, _ in found], [media for _, media in found]
 
     def _encoded(self, texts: Sequence[str], tokenization_kwargs: object) -> list[tuple[list[int], int]]:
         """(token ids, how many were cut) of rendered conversations."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import NamedTuple, NoReturn
 
@@ -28,11 +28,13 @@ class PromptMedia:
         images: as the user passed them; None where `uuids` name one that came before.
         uuids: the user's names of them; (): none are named.
         options: `mm_processor_kwargs`.
+        is_rendered: the prompt's text has its special tokens.
     """
 
     images: list[object]
     uuids: tuple[str | None, ...] = ()
     options: Mapping[str, object] = field(default_factory=dict)
+    is_rendered: bool = False
 
     def uuid(self, index: int) -> str | None:
         return self.uuids[index] if self.uuids else None
@@ -169,6 +171,25 @@ def _parse_mapping(prompt: Mapping[str, object]) -> ParsedPrompt:
     if text is None:
         raise _bad_prompt("the keys of a prompt", "a dict without text and ids", "'prompt' or 'prompt_token_ids'")
     return ParsedPrompt(check_text(text), None, salt, media=media)
+
+
+def with_processor_options(prompts: object, options: object) -> object:
+    """The prompts, with a call's `mm_processor_kwargs` where they have images; their own come before it."""
+    if options is None:
+        return prompts
+    if not isinstance(options, Mapping):
+        refuse("mm_processor_kwargs", options, "a dict of the image processor's arguments, or None")
+    found: list[object] = []
+    for prompt in list_prompts(prompts):
+        item = prompt
+        if isinstance(prompt, ParsedPrompt) and prompt.media is not None:
+            item = prompt._replace(media=replace(prompt.media, options={**options, **prompt.media.options}))
+        elif isinstance(prompt, Mapping) and prompt.get("multi_modal_data") is not None:
+            own = prompt.get("mm_processor_kwargs")
+            if isinstance(own, Mapping | None):
+                item = {**prompt, "mm_processor_kwargs": {**options, **(own or {})}}
+        found.append(item)
+    return found
 
 
 _MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")

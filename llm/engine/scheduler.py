@@ -59,7 +59,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            count = self._up_to_snapshot(request, min(request.num_tokens - request.num_computed_tokens, budget))
+            count = self._chunk(request, min(request.num_tokens - request.num_computed_tokens, budget))
             drafts = 0
             if request.draft_token_ids:
                 drafts = self._verify(plan, request, count, budget, len(self.running) - index - 1)
@@ -88,7 +88,7 @@ class Scheduler:
             # Blocks are reserved for the whole prompt, not only for this chunk: partly admitted prompts would thrash.
             if not self.blocks.admit(request, request.num_tokens, prefix):
                 break
-            count = self._up_to_snapshot(request, min(count, budget))
+            count = self._chunk(request, min(count, budget))
             del self.waiting[place]
             self._start(plan, request)
             self._schedule(plan, request, count)
@@ -169,6 +169,14 @@ class Scheduler:
         slot = -1 if drafts else self.blocks.take_snapshot(request, request.num_computed_tokens + count)
         if slot >= 0:
             plan.snapshots.append((request.slot, slot))
+
+    def _chunk(self, request: Request, count: int) -> int:
+        """As many of `count` tokens as one step may compute; more where a run that sees both ways would be cut."""
+        count = self._up_to_snapshot(request, count)
+        if request.images is None or not request.images.spans:
+            return count
+        start = request.num_computed_tokens
+        return request.images.whole(start, start + count) - start
 
     def _up_to_snapshot(self, request: Request, count: int) -> int:
         """At most so many tokens that the step ends where a snapshot of the recurrent states is to be taken."""

@@ -83,9 +83,11 @@ class RowImages:
         own += [0] * (len(token_ids) - len(own))
         return [reserved or token for reserved, token in zip(own, token_ids, strict=True)]
 
-    def whole(self, end: int) -> int:
-        """Where a step that would end before `end` must end, so that no span is cut: `end`, or the end of a span."""
-        return next((last for first, last in self.spans if first < end < last), end)
+    def whole(self, start: int, end: int) -> int:
+        """Where a step from `start` on that would end before `end` must end, so that no span is cut: before one or
+        behind it."""
+        cut = next(((first, last) for first, last in self.spans if first < end < last), None)
+        return end if cut is None else cut[0] if cut[0] > start else cut[1]
 
 
 @dataclass

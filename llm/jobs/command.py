@@ -48,6 +48,7 @@ def add_commands(commands: Commands) -> None:
         help="answer every N-th row from the I-th on (from 0); auto: as torchrun, SLURM or Kubernetes say; see merge",
     )
     command.add_argument("--column", metavar="NAME", help="the column of the prompts (default: prompt, or messages)")
+    command.add_argument("--image-column", metavar="NAME", help="the column of images: paths, base64 or bytes")
     command.add_argument("--template", metavar="TEXT", help='makes prompts from columns: "Translate: {text}"')
     command.add_argument(
         "--params", metavar="JSON", help='sampling params: {"temperature": 0, "max_tokens": 64}; or pooling params'
@@ -93,7 +94,14 @@ def _run(args: argparse.Namespace) -> int:
     given, modules = _params(args.params), _modules(args.lora_modules)
     _check_params(given, args.task)
     options = RunOptions(
-        args.column, args.template, args.resume, args.shard, args.on_error, args.on_too_long, args.row_params
+        args.column,
+        args.template,
+        args.resume,
+        args.shard,
+        args.on_error,
+        args.on_too_long,
+        args.row_params,
+        image_column=args.image_column,
     )
     JobFiles.of(args.input, args.output, options)  # wrong paths are told before the model is loaded
     runner, convert = _TASKS[args.task]

@@ -379,6 +379,7 @@ class RunOptions:
     on_too_long: str = "error"
     row_params: bool = False
     use_tqdm: UseTqdm = True
+    image_column: str | None = None
 
     def __post_init__(self) -> None:
         check_flag("resume", self.resume)
@@ -458,7 +459,7 @@ class JobDefaults:
             check_recordable(sampling)
         return cls(sampling or default(), pooling or PoolingParams(), plan, adapters)
 
-    def rows(self, first: JsonObject, options: RunOptions, suffix: str) -> Rows:
+    def rows(self, first: JsonObject, options: RunOptions, suffix: str, folder: Path) -> Rows:
         """The form of a file's rows, by the first one; `suffix`: of the output."""
         if self.plan is not None and options.on_too_long.startswith("truncate"):
             right = "'error' or 'skip' for a model that pools; PoolingParams(truncate_prompt_tokens=-1) cuts texts"
@@ -467,7 +468,7 @@ class JobDefaults:
         if is_batch(first):
             if suffix == ".parquet":
                 raise JobError("the answers of OpenAI's batch format are objects of many forms; write a .jsonl file.")
-            for name in ("column", "template", "row_params"):
+            for name in ("column", "template", "row_params", "image_column"):
                 if getattr(options, name):
                     refuse(
                         name, getattr(options, name), "None for OpenAI's batch format, whose bodies have the prompts"
@@ -477,9 +478,17 @@ class JobDefaults:
             return BatchVectors(params=self.pooling, plan=self.plan, adapters=adapters)
         column, template, row_params = options.column, options.template, options.row_params
         if self.plan is not None:
+            if options.image_column is not None:
+                refuse("image_column", options.image_column, "None for a model that pools, which reads no images")
             return PlainVectors.of(first, self.plan, self.pooling, adapters, column, template, row_params)
         return PlainRows(
-            params=self.sampling, adapters=adapters, column=column, template=template, row_params=row_params
+            params=self.sampling,
+            adapters=adapters,
+            column=column,
+            template=template,
+            row_params=row_params,
+            image_column=options.image_column,
+            folder=folder,
         )
 
 
@@ -508,7 +517,7 @@ def run_job(
     files = JobFiles.of(source, output, options)
     identity = identity_of(llm)
     first = _first_row(files.source)
-    rows = defaults.rows(first, options, suffix_of(files.target))
+    rows = defaults.rows(first, options, suffix_of(files.target), files.source.parent)
     count, columns, schema = _check_input(files, rows, options.on_error == "raise")
     of_job = {**identity, "input": files.source.suffix, "shard": files.shard.name}
     plan = JobPlan(
@@ -542,6 +551,7 @@ def _job_params(files: JobFiles, options: RunOptions, defaults: JobDefaults) -> 
         "template": options.template,
         "on_too_long": options.on_too_long,
         "row_params": options.row_params,
+        **({} if options.image_column is None else {"image_column": options.image_column}),
     }
 
 

@@ -70,6 +70,7 @@ class RowRequest(NamedTuple):
     chat: JsonObject = {}  # noqa: RUF012  never changed
     adapter: LoRARequest | None = None
     choice: ToolChoice | None = None
+    images: object = None  # the cell that has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,19 +81,24 @@ class PlainForm:
 
     Attributes:
         row_params: columns with the names of parameters are parameters of their rows.
+        image_column: has images; None: rows have none.
+        folder: of the input, where relative paths of images begin.
     """
 
     adapters: JobAdapters
     column: str | None = None
     template: str | None = None
     row_params: bool = False
+    image_column: str | None = None
+    folder: Path = Path()
 
     def fault(self, row: JsonObject) -> str | None:
         """Why the columns do not fit; None: they do."""
         clash = [name for name in self.forms(row) if name in row]
         if clash:
             return f"the input has a column {quote(clash[0])}, which the output would replace; rename it"
-        missing = [name for name in self._columns(row) if name not in row]
+        own = [*self._columns(row), *(() if self.image_column is None else (self.image_column,))]
+        missing = [name for name in own if name not in row]
         return f"the input has no column {quote(missing[0])}; it has {list_names(row)}" if missing else None
 
     def forms(self, row: JsonObject) -> dict[str, Form]:
@@ -165,11 +171,12 @@ class PlainRows(PlainForm):
         """Raises `ValidationError` for an adapter that is not there, or what is wrong of params and tools."""
         prompt, messages = self.prompt_of(row)
         params = self.params_of(row)
+        images = None if self.image_column is None else row.get(self.image_column)
         if messages is None:
-            return RowRequest(prompt, params, adapter=self.adapter_of(row))
+            return RowRequest(prompt, params, adapter=self.adapter_of(row), images=images)
         options = _options(row)
         choice, _ = chosen_tools(options)
-        return RowRequest(None, params, messages, chat_arguments(options), self.adapter_of(row), choice)
+        return RowRequest(None, params, messages, chat_arguments(options), self.adapter_of(row), choice, images)
 
     def params_of(self, row: JsonObject) -> SamplingParams:
         """Those of the job, with the row's own in columns `sampling_params` and `extra_args`, and in `own_params`."""
@@ -211,6 +218,8 @@ class PlainRows(PlainForm):
         }
         one = self.params.n == 1
         found = {name: values[name] for name in self.forms(row)}
+        if self.image_column is not None and not isinstance(row.get(self.image_column), str):
+            row = {name: value for name, value in row.items() if name != self.image_column}  # bytes, not their path
         return row | {name: value[0] if one and isinstance(value, list) else value for name, value in found.items()}
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from llm.base.text import clip
 from llm.base.types import JsonObject
@@ -22,6 +22,7 @@ from llm.calls.arguments import give_adapters
 from llm.calls.pooling import asked_text
 from llm.engine.boundary import QWEN3_RERANKER
 from llm.engine.engine import Engine
+from llm.engine.images import NO_TOWER, with_images
 from llm.engine.output import output_without_run
 from llm.engine.pooling_rows import PoolingRows, Prefix
 from llm.engine.preprocess import Preprocessor, RowNumbers
@@ -37,9 +38,10 @@ from llm.errors import (
 )
 from llm.inputs import LoRARequest
 from llm.jobs.journal import Ended
-from llm.jobs.requests import BatchRows, BatchVectors, PlainRows, PlainVectors, Wanted
+from llm.jobs.requests import BatchRows, BatchVectors, PlainRows, PlainVectors, RowRequest, Wanted
 from llm.jobs.tables import Read
 from llm.outputs import RequestOutput
+from llm.text.images import cell_images
 from llm.text.replies import ReplyReader, ToolChoice
 from llm.text.tokenizer import Tokenizer
 
@@ -128,6 +130,14 @@ class Maker:
                 _check_form(form, read)
                 request = form.request(read.row)
                 prompt, own, adapter = request.prompt, request.params, request.adapter
+                sources = _images(form, request, preprocessor)
+                if sources and request.messages is not None:
+                    _check_conversation(request.messages)
+                    request = request._replace(
+                        messages=with_images(cast("list[JsonObject]", request.messages), sources)
+                    )
+                elif sources and preprocessor.images is not None:
+                    prompt = preprocessor.images.prompt_of_row(prompt, sources)
                 if request.messages is not None:
                     _check_conversation(request.messages)
                     options = {name: value for name, value in request.chat.items() if name != "chat_template_kwargs"}
@@ -179,6 +189,15 @@ class Maker:
         if self.on_too_long == "skip" and isinstance(row, RefusedRow) and isinstance(row.error, PromptTooLongError):
             row.finish_reason = "skipped"
         return row
+
+
+def _images(form: Generating, request: RowRequest, preprocessor: Preprocessor) -> list[object]:
+    """Of a row; raises `ValidationError` where the model reads none."""
+    if request.images is None or not isinstance(form, PlainRows):
+        return []
+    if preprocessor.images is None:
+        raise ValidationError(f"{NO_TOWER}; leave image_column out.", parameter="image_column")
+    return cell_images(request.images, form.folder, preprocessor.images.limits)
 
 
 def by_index(rows: Iterable[AnyRow]) -> Iterator[list[AnyRow]]:

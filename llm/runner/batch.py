@@ -196,7 +196,7 @@ class InputBatch:
         lengths = self.num_computed[rows] + counts
         logit_rows, indices = self._find_logit_rows(rows, ends, lengths, plan.draft_token_ids)
         metadata: list[Any] = [
-            self._attention(group, rows, row_of_token, positions, ends, counts, lengths)
+            self.attention_metadata(group, rows, row_of_token, positions, ends, counts, lengths)
             for group in range(len(self.block_tables))
         ]
         recurrent = self._recurrent(rows, ends, counts, lengths, plan.draft_token_ids) if self.has_slots else None
@@ -314,7 +314,7 @@ class InputBatch:
         shifted = [span + (ends[index] - lengths[index]) for span, index in zip(spans, wanted, strict=True)]
         return np.concatenate((indices, *shifted))
 
-    def _attention(
+    def attention_metadata(
         self,
         group: int,
         rows: np.ndarray,
@@ -324,6 +324,7 @@ class InputBatch:
         counts: np.ndarray,
         lengths: np.ndarray,
     ) -> AttentionMetadata:
+        """Of `counts` tokens of each of these rows, the last of which is at `lengths` - 1."""
         table = self.block_tables[group]
         widest = -(-int(lengths.max()) // self.block_size)
         slots = table[row_of_token, positions // self.block_size].astype(np.int64) * self.block_size

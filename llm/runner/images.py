@@ -8,13 +8,13 @@ come again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from llm.engine.step import NewRow, RowImage, SchedulerOutput
+from llm.engine.step import NewRow, RowImage, RowImages, SchedulerOutput
 from llm.errors import LLMError
 from llm.forward import ForwardBatch, ImageTokens
 from llm.loading.checkpoint import TensorInfo
@@ -40,7 +40,7 @@ class _Known:
 class _Row:
     """positions: int64 [3, prompt tokens]; None: tokens have one position each."""
 
-    images: tuple[RowImage, ...]
+    images: RowImages
     known: list[_Known]
     positions: np.ndarray | None
 
@@ -66,11 +66,21 @@ class ImageRows:
 
     Args:
         make_tower: loads the vision tower.
+        groups: per state of the model, the group of its blocks; None: its layer lets no token see those after it.
+        pad: the id that the language model gets in the places of features.
         multiplier: of features, where the language model multiplies its embeddings after pictures are among them.
     """
 
-    def __init__(self, make_tower: Callable[[], VisionTower], multiplier: float = 1.0) -> None:
+    def __init__(
+        self,
+        make_tower: Callable[[], VisionTower],
+        groups: Sequence[int | None] = (),
+        multiplier: float = 1.0,
+        pad: int = 0,
+    ) -> None:
+        self._pad = pad
         self._make_tower = make_tower
+        self._groups = groups
         self._tower: VisionTower | None = None
         self._multiplier = multiplier
         self._rows: dict[str, _Row] = {}
@@ -89,7 +99,7 @@ class ImageRows:
             self._rows.pop(request_id, None)
         for new in plan.new_rows:
             if new.images is not None:
-                row = self._rows[new.request_id] = self._row(new)
+                row = self._rows[new.request_id] = self._row(new, new.images)
                 if row.positions is not None:
                     shift = int(row.positions.max()) + 1 - new.num_prompt_tokens
                     batch.position_shifts[batch.index[new.request_id]] = shift
@@ -97,22 +107,28 @@ class ImageRows:
     def clear(self) -> None:
         self._rows.clear()
 
-    def apply(self, step: StepInput, batch: InputBatch, forward: ForwardBatch) -> None:
-        """Put the pictures' features and positions into a step's input."""
+    def apply(self, step: StepInput, batch: InputBatch, forward: ForwardBatch) -> ForwardBatch:
+        """A step's input with the features and positions of pictures. `forward` is filled anew by further steps."""
         if not self._rows:
-            return
+            return forward
+        forward = replace(forward)
         starts = np.cumsum(step.counts) - step.counts
         found: list[tuple[np.ndarray, _Known, slice]] = []
         positions: np.ndarray | None = None
+        spans: list[tuple[int, int, int, int]] = []  # batch row, first of the step's tokens, how many, end in its row
         for row, start, count in zip(step.rows.tolist(), starts.tolist(), step.counts.tolist(), strict=True):
             own = self._rows.get(batch.request_ids[row])
             first = int(batch.num_computed[row])
             if own is None or first >= batch.num_prompt_tokens[row]:
                 continue
-            for image, known in zip(own.images, own.known, strict=True):
+            for image, known in zip(own.images.images, own.known, strict=True):
                 lo, hi = np.searchsorted(image.places, (first, first + count)).tolist()
                 if lo < hi:
                     found.append((image.places[lo:hi] + (start - first), known, slice(lo, hi)))
+            for begin, end in own.images.spans:
+                lo, hi = max(first, begin), min(first + count, end)
+                if lo < hi:
+                    spans.append((row, start + lo - first, hi - lo, end))
             if own.positions is not None:
                 if positions is None:
                     positions = np.repeat(forward.positions.cpu().numpy()[None], 3, axis=0)
@@ -122,6 +138,27 @@ class ImageRows:
             forward.positions = torch.from_numpy(positions).to(forward.positions.device)
         if found:
             forward.images = self._tokens(found, forward.input_ids.device)
+            forward.input_ids = forward.input_ids.index_fill(0, forward.images.indices, self._pad)
+        if spans:
+            self._see_both_ways(spans, batch, forward)
+        return forward
+
+    def _see_both_ways(self, spans: list[tuple[int, int, int, int]], batch: InputBatch, forward: ForwardBatch) -> None:
+        rows, starts, counts, lengths = np.array(spans).T
+        ends = np.cumsum(counts)
+        offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        positions = offsets + np.repeat(lengths - counts, counts)
+        row_of_token = np.repeat(rows, counts)
+        device = forward.input_ids.device
+        made = {
+            group: batch.attention_metadata(group, rows, row_of_token, positions, ends, counts, lengths)
+            for group in {group for group in self._groups if group is not None}
+        }
+        if forward.images is None:  # text of a prompt that sees both ways
+            nothing = torch.empty(0, dtype=torch.int64, device=device)
+            forward.images = ImageTokens(nothing, torch.empty(0, self._width, device=device))
+        forward.images.both_ways = torch.from_numpy(offsets + np.repeat(starts, counts)).to(device)
+        forward.images.metadata = [None if group is None else made[group] for group in self._groups]
 
     def _tokens(self, found: list[tuple[np.ndarray, _Known, slice]], device: torch.device) -> ImageTokens:
         indices = torch.from_numpy(np.concatenate([places for places, _, _ in found]))
@@ -132,9 +169,8 @@ class ImageRows:
         )
         return ImageTokens(indices.to(device), rows.to(device), tuple(item.to(device) for item in deep))
 
-    def _row(self, new: NewRow) -> _Row:
-        images = new.images.images if new.images is not None else ()
-        known = [self._known(image) for image in images]
+    def _row(self, new: NewRow, images: RowImages) -> _Row:
+        known = [self._known(image) for image in images.images]
         positions = None
         if self.tower.has_axes:
             prompt = new.token_ids[: new.num_prompt_tokens]
@@ -156,6 +192,7 @@ class ImageRows:
         if self._multiplier != 1.0:
             features = Features(features.rows * self._multiplier, features.deep)
         sizes = {name: value for name, value in inputs.items() if value.numel() <= _SMALL}
+        self._width = features.rows.shape[-1]
         found = self._features[image.key] = _Known(features, sizes)
         self._bytes += features.nbytes
         while self._bytes > KEPT_BYTES and len(self._features) > 1:

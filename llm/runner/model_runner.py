@@ -43,6 +43,7 @@ from llm.loading.loader import load_dummy_weights, load_weights, weights_changed
 from llm.loading.weight_file import WeightFile
 from llm.loading.weight_map import Target, stored_name
 from llm.models.eagle3 import Eagle3ForCausalLM
+from llm.models.vision.both_ways import sees_both_ways
 from llm.models.vision.tower import VisionTower
 from llm.platforms.interface import Platform
 from llm.quantization.on_load import ActivationStatistics
@@ -151,7 +152,7 @@ class ModelRunner:
             step = self.batch.build(plan)
             started = perf_counter()
             batch = self.prepare_batch(step)
-            self.images.apply(step, self.batch, batch)
+            batch = self.images.apply(step, self.batch, batch)
             self.extend_context(batch, plan)
             self._copy_states((new.restored_slot, new.slot) for new in plan.new_rows if new.restored_slot)
             hidden = self.forward(batch)
@@ -408,7 +409,15 @@ class ModelRunner:
             has_slots=cache.num_state_slots > 0,
             rolls_back=all_roll_back(specs),
         )
-        self.images = ImageRows(self._make_tower)
+        windows_only = sees_both_ways(self.plan.hf_config) == "windows"
+        both_ways = [
+            None if group == SLOTS or (windows_only and getattr(spec, "sliding_window", None) is None) else group
+            for group, spec in zip(self._group_of_state, specs, strict=True)
+        ]
+        text = self.plan.hf_config.get("text_config")
+        pad = text.get("pad_token_id") if isinstance(text, Mapping) else None
+        pad = pad if isinstance(pad, int) and 0 <= pad < config.model_config.vocab_size else 0
+        self.images = ImageRows(self._make_tower, both_ways, pad=pad)
         self._vocab_size = config.model_config.vocab_size
         self._logit_rows_at_once = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
         if config.lora_config is not None:

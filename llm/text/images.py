@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import io
+import json
 import os
+import re
 import stat
 import struct
 import warnings
@@ -37,6 +40,9 @@ MOST_PIXELS = 1 << 26
 MOST_FRAMES = 4096
 # Longer URLs are looked at as data alone; a path is no longer than this.
 _MOST_PATH = 4096
+# Base64 of the smallest files is longer; so are few paths that have its letters alone.
+_LEAST_BASE64 = 512
+_BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 # Pillow's other readers are rarely used, and some run other programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "AVIF")
 _WHITE = (255, 255, 255, 255)
@@ -248,7 +254,8 @@ def _decode(file: Foreign, size: int, limits: MediaLimits) -> Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with module.open(file, formats=_FORMATS) as image:
+            module.init()
+            with module.open(file, formats=[name for name in _FORMATS if name in module.OPEN]) as image:
                 limits.check_size(*image.size)
                 frames = getattr(image, "n_frames", 1)
                 if frames > 1 and image.format != "MPO":  # a photo with its preview
@@ -317,6 +324,38 @@ def _of_array(values: np.ndarray, limits: MediaLimits) -> Image:
     elif values.dtype != np.uint8:
         raise bad_picture(f"an image as an array must be uint8 or floats from 0 to 1, is {values.dtype}")
     return _upright(require_pillow().fromarray(np.ascontiguousarray(values)))
+
+
+def cell_images(value: object, folder: Path, limits: MediaLimits) -> list[object]:
+    """The images in a cell of a table: paths, `data:` URLs or base64, bytes, what datasets make of images; or a list.
+
+    folder: relative paths begin there; paths must be below it, or below `allowed_local_media_path`.
+    """
+    if value is None or (isinstance(value, str | bytes) and not value):
+        return []
+    if isinstance(value, str) and value.lstrip()[:1] == "[":
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, list | tuple):
+        return [image for item in value for image in cell_images(item, folder, limits)]
+    if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
+        return cell_images(value.get("bytes") or value.get("path"), folder, limits)
+    if not isinstance(value, str):
+        return [value]
+    if value[:5].lower() == "data:":
+        return [from_base64(value)]
+    if len(value) > _MOST_PATH or (len(value) > _LEAST_BASE64 and _BASE64.fullmatch(value)):
+        return [from_base64(value)]
+    if value[:7].lower() == "file://":
+        value = _unquoted(value[7:])
+    path = Path(os.path.realpath(folder / value))
+    below = (folder.resolve(), *(() if limits.folder is None else (limits.folder,)))
+    if not any(path.is_relative_to(place) for place in below):
+        raise bad_picture(
+            f"the image {show(clip(value, 100))} is not below {folder}, where the input is; "
+            "LLM(allowed_local_media_path=...) names another folder"
+        )
+    return [path]
 
 
 def list_images(given: object) -> list[object]:

@@ -335,11 +335,12 @@ def _with_text_content(messages: list[ChatMessage], template: str) -> list[ChatM
     """
     for message in messages:
         for part in message["content"] if isinstance(message.get("content"), list) else []:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            is_known = isinstance(part, dict) and part.get("type") in ("text", "image")
+            if not is_known or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 raise ValidationError(
                     f"the content of a message must be a string or a list of {{'type': 'text', 'text': ...}}, got a "
-                    f"part of type {kind!r}; images, audio and video are not read.",
+                    f"part of type {kind!r}.",
                     parameter="messages",
                     value=kind,
                 )

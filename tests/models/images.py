@@ -95,6 +95,14 @@ def _text(kind: str, **more: Any) -> dict[str, Any]:
 _LLAVA = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 _QWEN2 = {**_QWEN, "vocab_size": VOCAB, "rope_parameters": _MROPE}
 _QWEN3_MROPE = {**_MROPE, "mrope_section": [3, 1, 1], "mrope_interleaved": True}
+_QWEN3_5 = {
+    **TINY_MODELS["qwen3-5"].config,
+    "head_dim": 16,
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    },
+}
 _QWEN_IDS = {
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
@@ -205,13 +213,11 @@ FAMILIES: dict[str, Family] = {
         {},
         {**_QWEN_PIXELS, "image_processor_type": "Qwen2VLImageProcessorPil"},
     ),
-    "qwen3_5": Family(
-        {**BASE, **TINY_MODELS["qwen3-5"].config, "vocab_size": VOCAB}, QWEN_VISION, _QWEN_IDS, {}, _QWEN_PIXELS
-    ),
+    "qwen3_5": Family({**BASE, **_QWEN3_5, "vocab_size": VOCAB}, QWEN_VISION, _QWEN_IDS, {}, _QWEN_PIXELS),
     "qwen3_5_moe": Family(
         {
             **{key: value for key, value in BASE.items() if key != "intermediate_size"},
-            **TINY_MODELS["qwen3-5"].config,
+            **_QWEN3_5,
             "vocab_size": VOCAB,
             "num_experts": 4,
             "num_experts_per_tok": 2,
@@ -288,7 +294,13 @@ FAMILIES: dict[str, Family] = {
         _QWEN_PIXELS,
     ),
     "gemma4": Family(
-        {**BASE, **TINY_MODELS["gemma4"].config, "vocab_size": VOCAB},
+        {
+            **BASE,
+            **TINY_MODELS["gemma4"].config,
+            "vocab_size": VOCAB,
+            "vocab_size_per_layer_input": VOCAB,
+            "tie_word_embeddings": False,
+        },
         {
             "hidden_size": 16,
             "intermediate_size": 20,
@@ -315,6 +327,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "PLACEHOLDER{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
 @cache
 def _tokenizer(tokens: tuple[tuple[str, str], ...]) -> Any:
     from transformers import PreTrainedTokenizerFast
@@ -326,12 +346,6 @@ def _tokenizer(tokens: tuple[tuple[str, str], ...]) -> Any:
         tokenizer_object=own, bos_token="<s>", eos_token="</s>", pad_token="<pad>", extra_special_tokens=dict(tokens)
     )
     theirs.add_special_tokens({"additional_special_tokens": list(_TOKENS)})
-    theirs.chat_template = (
-        "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}"
-        "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-        "PLACEHOLDER{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
     return theirs
 
 
@@ -353,7 +367,7 @@ def write(name: str, folder: Path, seed: int = 3) -> Any:
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     randomise(model, seed=seed)
     model.save_pretrained(folder)
-    tokenizer.chat_template = tokenizer.chat_template.replace("PLACEHOLDER", placeholder(name))
+    tokenizer.chat_template = _TEMPLATE.replace("PLACEHOLDER", wrapped(name))
     tokenizer.save_pretrained(folder)
     known = IMAGE_PROCESSOR_MAPPING_NAMES.get(kind, {})
     pixels = {"image_processor_type": known.get("pil") or known.get("torchvision"), **family.pixels}
@@ -440,7 +454,8 @@ def theirs(llm: LLM, prompt: Mapping[str, Any], output: Any) -> tuple[dict[str, 
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     for key in ("mm_token_type_ids", "token_type_ids"):
         if key in inputs:
-            more = torch.zeros(1, len(full) - len(ids), dtype=inputs[key].dtype)
+            more = torch.full((1, len(full) - len(ids)), int("PaliGemma" in type(processor).__name__))
+            more = more.to(inputs[key].dtype)
             inputs[key] = torch.cat([inputs[key], more], 1)
     return inputs, full
 
@@ -453,6 +468,13 @@ def bits(output: Any) -> tuple[Any, ...]:
         *(sorted((token, item.logprob) for token, item in tops.items()) for tops in answer.logprobs),
         *(sorted((token, item.logprob) for token, item in (tops or {}).items()) for tops in output.prompt_logprobs),
     )
+
+
+def answer_bits(output: Any) -> tuple[Any, ...]:
+    """The same of the answer alone."""
+    answer = output.outputs[0]
+    tops = (sorted((token, item.logprob) for token, item in own.items()) for own in answer.logprobs)
+    return (tuple(answer.token_ids), *tops)
 
 
 @dataclass(frozen=True)
@@ -473,7 +495,9 @@ def attempt(name: str, folder: Path) -> Result:
         with LLM(folder, use_tqdm_on_load=False) as llm:
             prompts = asked(name)
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-            found = max(worst(llm, model, prompt, output) for prompt, output in zip(prompts, outputs, strict=True))
+            each = [worst(llm, model, prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+            logging.getLogger("images").debug("%s", each)
+            found = max(each)
         with LLM(folder, use_tqdm_on_load=False, max_num_batched_tokens=16, enable_prefix_caching=False) as llm:
             again = llm.generate([prompts[2]], GREEDY, use_tqdm=False)
         if bits(again[0]) != bits(outputs[2]):

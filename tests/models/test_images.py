@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import images
 import pytest
+import torch
 
-from llm import LLM
+from llm import LLM, BeamSearchParams, SamplingParams
+from llm.errors import ValidationError
 
 pytest.importorskip("PIL")
-FAMILIES = ("llava", "idefics3", "qwen2_5_vl", "qwen3_vl")
+# Plain, of tiles and a row's own tokens, of three positions, with DeepStack, and with spans that see both ways.
+FAMILIES = ("llava", "idefics3", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3")
+SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+MARK = images.wrapped("qwen2_5_vl")
+PICTURE = images.PICTURES[0]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -22,15 +31,173 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_answers_are_those_of_transformers_and_do_not_depend_on_the_batch(made: tuple[str, Path, Any]) -> None:
+    """Alone, together, in chunks, after a prefix that was cached, with pictures shared, preempted."""
     name, folder, model = made
     prompts = images.asked(name)
     with LLM(folder, use_tqdm_on_load=False) as llm:
         together = llm.generate(prompts, images.GREEDY, use_tqdm=False)
         for prompt, output in zip(prompts, together, strict=True):
             assert images.worst(llm, model, prompt, output) < images.TOLERANCE
-        hit = llm.generate(prompts[1:], images.GREEDY.clone(), use_tqdm=False)
-        assert [images.bits(output) for output in hit] == [images.bits(output) for output in together[1:]]
-    with LLM(folder, use_tqdm_on_load=False, max_num_batched_tokens=13, enable_prefix_caching=False) as llm:
-        for prompt, output in zip(prompts[1:], together[1:], strict=True):
-            (alone,) = llm.generate(prompt, images.GREEDY, use_tqdm=False)
-            assert images.bits(alone) == images.bits(output)
+        unscored = images.GREEDY.clone()
+        unscored.prompt_logprobs = None
+        first = llm.generate(prompts, unscored, use_tqdm=False)
+        hit = llm.generate(prompts[::-1], unscored, use_tqdm=False)[::-1]
+        assert max(output.num_cached_tokens or 0 for output in hit) > 0
+        for output, other, again in zip(together, first, hit, strict=True):
+            assert images.answer_bits(output) == images.answer_bits(other) == images.answer_bits(again)
+    small = {"max_num_batched_tokens": 13, "enable_prefix_caching": False, "max_num_seqs": 3}
+    with LLM(folder, use_tqdm_on_load=False, block_size=16, kv_cache_memory_bytes=_bytes_for(folder), **small) as llm:
+        again = llm.generate(prompts, images.GREEDY, use_tqdm=False)
+        assert [images.bits(output) for output in again] == [images.bits(output) for output in together]
+        (alone,) = llm.generate(prompts[3], images.GREEDY, use_tqdm=False)
+        assert images.bits(alone) == images.bits(together[3])
+
+
+def _bytes_for(folder: Path) -> int:
+    """So little memory that rows lose their blocks."""
+    with LLM(folder, use_tqdm_on_load=False, max_num_seqs=1) as llm:
+        return llm.config.cache_config.kv_cache_memory_bytes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vlm")
+    images.write("qwen2_5_vl", folder)
+    PICTURE.save(folder / "a.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    limits = {"image": {"count": 3, "width": 200, "height": 200}}
+    with LLM(folder, use_tqdm_on_load=False, allowed_local_media_path=folder, limit_mm_per_prompt=limits) as llm:
+        yield llm
+
+
+def ask(llm: LLM, image: object, text: str = MARK, **more: Any) -> list[int]:
+    prompt = {"prompt": text, "multi_modal_data": {"image": image}, **more}
+    return list(llm.generate(prompt, SHORT, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+def png() -> bytes:
+    file = io.BytesIO()
+    PICTURE.save(file, "PNG")
+    return file.getvalue()
+
+
+def test_every_form_of_a_picture_is_the_same_picture(llm: LLM, folder: Path) -> None:
+    import numpy as np
+
+    expected = ask(llm, PICTURE)
+    array = np.asarray(PICTURE)
+    forms = (png(), folder / "a.png", str(folder / "a.png"), array, torch.from_numpy(array.copy()).permute(2, 0, 1))
+    for form in (*forms, [PICTURE], array[None], array / 255.0):
+        assert ask(llm, form) == expected
+    assert ask(llm, images.picture(53, 37, seed=1)) != expected
+    tokens = llm._preprocessor.images.processor.ids(MARK)
+    output = llm.generate({"prompt_token_ids": tokens, "multi_modal_data": {"image": PICTURE}}, SHORT, use_tqdm=False)
+    assert list(output[0].outputs[0].token_ids) == expected
+    whole = list(output[0].prompt_token_ids)  # with all tokens of the picture already
+    output = llm.generate({"prompt_token_ids": whole, "multi_modal_data": {"image": PICTURE}}, SHORT, use_tqdm=False)
+    assert list(output[0].outputs[0].token_ids) == expected
+
+
+def test_a_conversation_has_pictures_of_every_form(llm: LLM, folder: Path) -> None:
+    url = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    parts: list[dict[str, object]] = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": "a.png"},
+        {"type": "image_url", "image_url": {"url": f"file://{folder / 'a.png'}"}},
+        {"type": "image_pil", "image_pil": PICTURE},
+        {"type": "image", "image": PICTURE},
+    ]
+    text = {"type": "text", "text": "what?"}
+    messages = [[{"role": "user", "content": [part, text]}] for part in parts]
+    outputs = llm.chat(messages, SHORT, use_tqdm=False)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    (prompt,) = llm.render_chat(messages[0])
+    again = llm.generate(prompt, SHORT, use_tqdm=False)
+    assert again[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    assert "".join(llm.stream_chat(messages[3], SHORT)) == outputs[0].outputs[0].text
+
+
+def test_other_calls_take_pictures(llm: LLM) -> None:
+    prompt = {"prompt": MARK, "multi_modal_data": {"image": PICTURE}}
+    expected = ask(llm, PICTURE)
+    assert [list(output.outputs[0].token_ids) for output in llm.generate_iter([prompt] * 3, SHORT)] == [expected] * 3
+    greedy = llm.beam_search([prompt], BeamSearchParams(beam_width=1, max_tokens=4, ignore_eos=True))
+    assert greedy[0].sequences[0].tokens[-4:] == expected
+    drawn = llm.generate(prompt, SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=4), use_tqdm=False)[0]
+    one = llm.generate(prompt, SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=4), use_tqdm=False)[0]
+    assert [own.token_ids for own in drawn.outputs] == [own.token_ids for own in one.outputs]
+
+
+def test_a_uuid_stands_for_a_picture_that_came_before(llm: LLM) -> None:
+    named = {"multi_modal_uuids": {"image": "page 1"}}
+    assert ask(llm, PICTURE, **named) == ask(llm, None, **named)
+    with pytest.raises(ValidationError, match="'page 1' was that of another image"):
+        ask(llm, images.PICTURES[1], **named)
+    with pytest.raises(ValidationError, match="no image with the uuid 'page 2' came before"):
+        ask(llm, None, multi_modal_uuids={"image": "page 2"})
+
+
+@pytest.mark.parametrize(
+    ("image", "text", "more", "said"),
+    [
+        (PICTURE, "no place", {}, "has 0 of the placeholder '<|image_pad|>' and 1 image;"),
+        (PICTURE, MARK * 2, {}, "has 2 of the placeholder '<|image_pad|>' and 1 image;"),
+        ([PICTURE] * 4, MARK * 4, {}, "4 images and limit_mm_per_prompt allows 3"),
+        (images.picture(201, 8), MARK, {}, "201x8 pixels and limit_mm_per_prompt allows 200x200"),
+        (b"no picture", MARK, {}, "none of JPEG, PNG"),
+        (png()[:200], MARK, {}, "truncated"),
+        ("/no/such.png", MARK, {}, "No such file"),
+        ([PICTURE, 5], MARK * 2, {}, "image 1: an image must be a PIL image, a path, bytes"),
+        (PICTURE, MARK, {"mm_processor_kwargs": {"sise": 1}}, "no key 'sise'.*did you mean 'size'"),
+        (PICTURE, MARK, {"multi_modal_uuids": {"image": ["a", "b"]}}, "as many as there are images"),
+        (PICTURE, MARK + "x" * 300, {}, "max_model_len is 256"),
+        ([PICTURE] * 2, "<|image_pad|>" * 2, {}, "no token between them"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_anything_runs(
+    llm: LLM, image: object, text: str, more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValidationError, match=f"(?i){said}") as caught:
+        ask(llm, image, text, **more)
+    assert "\n" not in str(caught.value)
+    outputs = llm.generate(
+        ["text", {"prompt": text, "multi_modal_data": {"image": image}, **more}],
+        SHORT,
+        use_tqdm=False,
+        on_error="return",
+    )
+    assert outputs[0].error is None and outputs[1].error is not None
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}, "on a network"),
+        ({"type": "image_url", "image_url": "../../../etc/passwd"}, "is not below allowed_local_media_path"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "must be data:image/"),
+        ({"type": "video", "video": []}, "pass the frames"),
+        ({"type": "image_pil"}, "must have the image under 'image_pil'"),
+    ],
+)
+def test_a_part_of_a_conversation_that_is_no_picture_is_refused(llm: LLM, part: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        llm.chat([{"role": "user", "content": [part]}], SHORT, use_tqdm=False)
+
+
+def test_a_model_without_a_tower_refuses_pictures() -> None:
+    with LLM() as llm, pytest.raises(ValidationError, match="reads no images"):
+        ask(llm, PICTURE)
+
+
+def test_the_tower_is_read_with_the_first_picture_and_features_are_kept(folder: Path) -> None:
+    with LLM(folder, use_tqdm_on_load=False, quantization="w8a8") as llm:
+        llm.generate("text alone", SHORT, use_tqdm=False)
+        rows = llm._engine.runner.images
+        assert rows._tower is None
+        first = ask(llm, PICTURE)
+        rows.tower.features = None  # the second answer computes none
+        assert ask(llm, PICTURE) == first

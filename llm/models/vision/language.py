@@ -94,6 +94,13 @@ def _read(own: type[DecoderForCausalLM], reader: ConfigReader) -> DecoderConfig:
     known = {key: value for key, value in text.items() if value is not None}
     known |= {"model_type": language_family(reader.raw)}
     known |= {**reader.nested("text_config")} | {"model_type": known["model_type"]}
+    if reader.family == "paligemma":
+        for key in ("use_bidirectional_attention", "num_image_tokens"):  # of prompts with pictures, see both_ways.py
+            known.pop(key, None)
+    if reader.family == "qwen3_vl_moe":
+        known["norm_topk_prob"] = True  # in transformers its router always does
+    if reader.family in ("aya_vision", "cohere2_vision"):
+        known["logit_scale"] = 1.0  # its LM head multiplies by nothing
     outside = {key: reader.raw[key] for key in ("tie_word_embeddings",) if key in reader.raw}
     left = {"model_type": reader.family, "text_config": known, **outside}
     return read_text_part(ConfigReader(left), own, {}, ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ import torch
 
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
-from llm.errors import UnsupportedModelError, ValidationError
+from llm.errors import UnsupportedModelError, ValidationError, nearest
 from llm.models.transformers_backend.skeleton import Theirs
 
 if TYPE_CHECKING:
@@ -88,6 +88,21 @@ class PictureProcessor:
         found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
 
+    def whole_ids(self, text: str, texts: Sequence[str], *, plain: bool) -> list[int]:
+        """Of a prompt with as many placeholders as there are `texts`, which stand for pictures.
+
+        plain: the prompt has its special tokens.
+        """
+        from PIL import Image
+
+        blank = [Image.new("RGB", (1, 1))] * len(texts)
+        options = {"format": False} if self._family == "got_ocr2" else {}
+        _, (whole,), *_ = self._theirs.prepare_inputs_layout(images=blank, text=[text], **options)
+        parts = whole.split(self.placeholder)
+        expanded = parts[0] + "".join(own + part for own, part in zip(texts, parts[1:], strict=True))
+        found: list[int] = self._tokenizer(expanded, add_special_tokens=not plain)["input_ids"]
+        return found
+
     def digest_of(self, options: Mapping[str, object]) -> bytes:
         """Of everything besides a picture that its features depend on."""
         return hashlib.sha256(
@@ -104,6 +119,14 @@ class PictureProcessor:
         Raises:
             ValidationError: the processor cannot take the picture, or an option.
         """
+        known = self._known_options()
+        for name in options:
+            if name not in known:
+                listed = ", ".join(sorted(known))
+                raise ValidationError(
+                    f"mm_processor_kwargs has no key {name!r}; it takes {listed}.{nearest(name, known)}",
+                    parameter="mm_processor_kwargs",
+                )
         try:
             merged = self._theirs._merge_kwargs(
                 self._theirs.valid_processor_kwargs,
@@ -124,6 +147,12 @@ class PictureProcessor:
         if len(pictures) > 1:
             inputs = {name: value[: len(value) // 2] for name, value in inputs.items()}
         return Processed({name: value for name, value in inputs.items() if value.numel()}, texts[0])
+
+    def _known_options(self) -> frozenset[str]:
+        """The names of a picture's settings."""
+        of_class = self._theirs.valid_processor_kwargs.__annotations__["images_kwargs"]
+        of_images = getattr(self._theirs.image_processor, "valid_kwargs", of_class)
+        return frozenset({*of_class.__annotations__, *of_images.__annotations__}) - {"return_tensors", "device"}
 
     def _nested(self, pictures: Sequence[Image]) -> Sequence[object]:
         return [list(pictures)] if self._family in _NESTED else pictures
@@ -150,7 +179,7 @@ def _build(folder: Path, family: str, settings: Mapping[str, JsonObject], tokeni
 
     names = [found["processor_class"] for found in settings.values() if found.get("processor_class")]
     names += [PROCESSOR_MAPPING_NAMES[family]] if family in PROCESSOR_MAPPING_NAMES else []
-    theirs = next(filter(None, (processor_class_from_name(_text(name)) for name in names)), None)
+    theirs = next(filter(None, (_class_of(_text(name), processor_class_from_name) for name in names)), None)
     if theirs is None:
         raise UnsupportedModelError(f"transformers has no processor for images of model_type {show(family)}.")
     try:
@@ -168,6 +197,45 @@ def _build(folder: Path, family: str, settings: Mapping[str, JsonObject], tokeni
         raise UnsupportedModelError(
             f"the image processor of {family} cannot be built: {clip(' '.join(str(error).split()), 300)}"
         ) from error
+
+
+def _class_of(name: str, theirs: Callable[[str], Theirs]) -> Theirs:
+    return pixtral_processor() if name == "PixtralProcessor" else theirs(name)
+
+
+def pixtral_processor() -> type:
+    """In the place of transformers' PixtralProcessor, whose module imports torchvision.
+
+    A picture is its rows of tokens, each with a token that breaks it, the last with one that ends the picture.
+    """
+    from transformers import ProcessorMixin
+
+    class PixtralProcessor(ProcessorMixin):
+        def __init__(
+            self,
+            image_processor: Theirs = None,
+            tokenizer: Theirs = None,
+            patch_size: int = 16,
+            spatial_merge_size: int = 1,
+            chat_template: str | None = None,
+            image_token: str = "[IMG]",
+            image_break_token: str = "[IMG_BREAK]",
+            image_end_token: str = "[IMG_END]",
+            **_: object,
+        ) -> None:
+            super().__init__(image_processor, tokenizer, chat_template=chat_template)
+            self.patch = patch_size * spatial_merge_size
+            self.image_token, self.breaks, self.ends = image_token, image_break_token, image_end_token
+            self.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
+
+        def _process_images(self, images: Theirs, **merged: Theirs) -> tuple[Theirs, list[str]]:
+            return super()._process_images(images, **{**merged, "patch_size": self.patch})
+
+        def replace_image_token(self, image_inputs: Theirs, image_idx: int, **_: object) -> str:
+            height, width = (int(size) // self.patch for size in image_inputs["image_sizes"][image_idx])
+            return (self.image_token * width + self.breaks) * (height - 1) + self.image_token * width + self.ends
+
+    return PixtralProcessor
 
 
 def _text(name: object) -> str:

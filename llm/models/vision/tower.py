@@ -155,7 +155,7 @@ def _skeleton(raw: JsonObject) -> Theirs:
     config: Theirs = AutoConfig.for_model(family, **PreTrainedConfig._decode_special_floats(given))
     with torch.device("meta"), without_warnings():
         model: Theirs = AutoModelForImageTextToText.from_config(
-            config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=False
+            config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
         )
     model.eval().requires_grad_(False)
     if not hasattr(model, "get_image_features") and not hasattr(_base(model), "get_image_features"):

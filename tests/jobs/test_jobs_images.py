@@ -1,0 +1,110 @@
+"""Jobs whose rows have images: in a column, or as parts of OpenAI's bodies. A bad one fails its row alone."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+import images
+
+from llm import LLM, SamplingParams
+from llm.errors import ValidationError
+
+pytest.importorskip("PIL")
+SHORT = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("vlm")
+    images.write("idefics3", folder)
+    with LLM(folder, use_tqdm_on_load=False) as llm:
+        yield llm
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Path:
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    for index, picture in enumerate(images.PICTURES):
+        picture.save(folder / f"{index}.png")
+    (folder / "cut.png").write_bytes((folder / "0.png").read_bytes()[:100])
+    return folder
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_column_has_images(llm: LLM, pages: Path, tmp_path: Path) -> None:
+    encoded = base64.b64encode((pages / "0.png").read_bytes()).decode()
+    cells = ["0.png", encoded, f"data:image/png;base64,{encoded}", '["0.png", "2.png"]', "", "cut.png", "no.png"]
+    cells.append(str(tmp_path / "other.png"))
+    images.PICTURES[0].save(tmp_path / "other.png")
+    with (pages / "in.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([["prompt", "page"], *(["what is it", cell] for cell in cells)])
+    summary = llm.run(pages / "in.csv", tmp_path / "out.jsonl", SHORT, image_column="page", use_tqdm=False)
+    rows = rows_of(tmp_path / "out.jsonl")
+    assert summary.num_errors == 3
+    assert len({row["generated_text"] for row in rows[:3]}) == 1
+    assert rows[3]["num_prompt_tokens"] > rows[0]["num_prompt_tokens"] > rows[4]["num_prompt_tokens"]
+    for row, said in zip(rows[5:], ("truncated", "No such file", "is not below"), strict=True):
+        assert said in row["error"] and not row["generated_text"]
+    expected = llm.generate(
+        {"prompt": "<image>what is it", "multi_modal_data": {"image": images.PICTURES[0]}}, SHORT, use_tqdm=False
+    )
+    assert rows[0]["generated_text"] == expected[0].outputs[0].text
+
+
+def test_bytes_of_parquet_and_conversations(llm: LLM, pages: Path, tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    image = {"bytes": (pages / "0.png").read_bytes(), "path": "0.png"}
+    messages = json.dumps([{"role": "user", "content": "what is it"}])
+    parquet.write_table(arrow.table({"messages": [messages] * 2, "image": [image] * 2}), pages / "in.parquet")
+    llm.run(pages / "in.parquet", tmp_path / "out.jsonl", SHORT, image_column="image", use_tqdm=False)
+    rows = rows_of(tmp_path / "out.jsonl")
+    part = {"type": "image_pil", "image_pil": images.PICTURES[0]}
+    asked = [{"role": "user", "content": [part, {"type": "text", "text": "what is it"}]}]
+    assert rows[0]["content"] == rows[1]["content"] == llm.chat(asked, SHORT, use_tqdm=False)[0].outputs[0].content
+    assert "image" not in rows[0]
+
+
+def test_parts_of_a_batch(llm: LLM, pages: Path, tmp_path: Path) -> None:
+    encoded = base64.b64encode((pages / "0.png").read_bytes()).decode()
+    urls = (f"data:image/png;base64,{encoded}", "data:image/png;base64,AAAA", "https://a.b/c.png", "0.png")
+    with (pages / "in.jsonl").open("w") as file:
+        for index, url in enumerate(urls):
+            content = [
+                {"type": "text", "text": "hi"},
+                {"type": "image_url", "image_url": {"url": url, "detail": "low"}},
+            ]
+            body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
+            row = {"custom_id": str(index), "method": "POST", "url": "/v1/chat/completions", "body": body}
+            file.write(json.dumps(row) + "\n")
+    summary = llm.run(pages / "in.jsonl", tmp_path / "out.jsonl", use_tqdm=False)
+    rows = rows_of(tmp_path / "out.jsonl")
+    assert summary.num_errors == 3 and rows[0]["response"]["body"]["usage"]["prompt_tokens"] > 50
+    errors = [row["error"]["message"] for row in rows[1:]]
+    for error, said in zip(errors, ("cannot be decoded", "on a network", "allowed_local_media_path"), strict=True):
+        assert said in error
+
+
+def test_a_model_without_a_tower_refuses_the_column(pages: Path, tmp_path: Path) -> None:
+    (pages / "in.jsonl").write_text('{"prompt": "a", "page": "0.png"}\n')
+    with LLM() as plain:
+        plain.run(pages / "in.jsonl", tmp_path / "out.jsonl", SHORT, image_column="page", use_tqdm=False)
+        assert "reads no images" in rows_of(tmp_path / "out.jsonl")[0]["error"]
+        with pytest.raises(ValidationError, match="page"):
+            plain.run(
+                *(pages / "in.jsonl", tmp_path / "strict.jsonl", SHORT),
+                **{"image_column": "pagee", "on_error": "raise", "use_tqdm": False},
+            )
