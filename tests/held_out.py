@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llm.assets.tiny.text import is_held_out, parse_chapters, read_text, render
-
 FILE = Path(__file__).parent / "fixtures" / "held_out.txt"
 EVERY = 5
 
@@ -19,6 +17,8 @@ def texts() -> list[str]:
 
 
 def from_the_bible() -> list[str]:
+    from train_embedded import is_held_out, parse_chapters, read_text, render
+
     held = [chapter for chapter in parse_chapters(read_text()) if is_held_out(chapter)]
     return [render(chapter) for chapter in held[::EVERY]]
 

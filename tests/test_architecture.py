@@ -79,7 +79,6 @@ ALLOWED = {
         "text/chat_template.py",
         "subprocess",
     ): "chat templates that are more than plain; an interpreter of its own, isolated",
-    ("assets/tiny/text.py", "subprocess"): "run by hand only, to train the model: the `bible` program prints the text",
 }
 
 

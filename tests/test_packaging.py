@@ -129,7 +129,6 @@ def test_wheel_holds_the_tree_and_nothing_else(tree: Path, wheels: dict[str, Pat
         "llm/assets/tiny/model.safetensors",
         "llm/assets/tiny/tokenizer.json",
         "llm/assets/tiny/README.md",
-        "llm/assets/tiny/train.py",
         "llm/layers/linear.py",
         "llm/quantization/base.py",
         "llm/platforms/__init__.py",

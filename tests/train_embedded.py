@@ -1,12 +1,13 @@
-"""Trains the embedded model: owns its tokenizer, the training run and every file written beside it.
+"""Trains the embedded model, `llm/assets/tiny`: its text, tokenizer, architecture, the run, and every file written.
 
 Needs the `bible` program (Debian packages bible-kjv and bible-kjv-text). After an interruption, run it again: it
 resumes from the last checkpoint and gives the same result.
 
-    python -m llm.assets.tiny.train --work /tmp/tiny-work --out /tmp/tiny
+    python tests/train_embedded.py --work /tmp/tiny-work --out /tmp/tiny
 
-The text itself is never stored, only its SHA-256. Results repeat exactly on one kind of processor with one torch
-version; another processor rounds differently and ends at slightly different weights.
+The text, the King James Version, is never stored, only its SHA-256. Results repeat exactly on one kind of processor
+with one torch version; another processor rounds differently and ends at slightly different weights. Names of modules
+follow Hugging Face's Llama, so that state_dict() gives the names of the file's tensors.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import json
 import math
 import os
 import random
+import re
+import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -30,22 +34,281 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from llm.assets.tiny.model import Llama, Recipe
-from llm.assets.tiny.text import (
-    ASSISTANT,
-    BOS,
-    END,
-    EOS,
-    TEXT_SHA256,
-    USER,
-    Chapter,
-    ChatWriter,
-    document,
-    is_held_out,
-    parse_chapters,
-    read_text,
-    render,
-)
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the weights, apart from the text and the machine."""
+
+    vocab_size: int = 2304
+    hidden_size: int = 256
+    intermediate_size: int = 512
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    max_positions: int = 2048
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    seed: int = 1611
+    threads: int = 2
+    steps: int = 3000
+    tokens_per_step: int = 4096
+    short_length: int = 1024
+    short_share: float = 0.7
+    warmup: int = 100
+    decay_share: float = 0.6
+    muon_lr: float = 8e-3
+    adam_lr: float = 4e-3
+    weight_decay: float = 0.1
+    dropout: float = 0.1
+    chat_share: float = 0.08
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        self.head_dim = recipe.head_dim
+        self.q_proj = nn.Linear(recipe.hidden_size, recipe.num_heads * recipe.head_dim, bias=False)
+        self.k_proj = nn.Linear(recipe.hidden_size, recipe.num_kv_heads * recipe.head_dim, bias=False)
+        self.v_proj = nn.Linear(recipe.hidden_size, recipe.num_kv_heads * recipe.head_dim, bias=False)
+        self.o_proj = nn.Linear(recipe.num_heads * recipe.head_dim, recipe.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        query, key, value = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        # [batch, length, heads * head_dim] -> [batch, heads, length, head_dim]
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class MLP(nn.Module):
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        self.gate_proj = nn.Linear(recipe.hidden_size, recipe.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(recipe.hidden_size, recipe.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(recipe.intermediate_size, recipe.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        self.input_layernorm = RMSNorm(recipe.hidden_size, recipe.norm_eps)
+        self.self_attn = Attention(recipe)
+        self.post_attention_layernorm = RMSNorm(recipe.hidden_size, recipe.norm_eps)
+        self.mlp = MLP(recipe)
+        self.dropout = nn.Dropout(recipe.dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin))
+        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Decoder(nn.Module):
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(recipe.vocab_size, recipe.hidden_size)
+        self.layers = nn.ModuleList(Layer(recipe) for _ in range(recipe.num_layers))
+        self.norm = RMSNorm(recipe.hidden_size, recipe.norm_eps)
+        angles = torch.outer(
+            torch.arange(recipe.max_positions).float(),
+            recipe.rope_theta ** (-torch.arange(0, recipe.head_dim, 2).float() / recipe.head_dim),
+        )
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)
+
+
+class Llama(nn.Module):
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        self.model = Decoder(recipe)
+        self._initialize(recipe)
+
+    def _initialize(self, recipe: Recipe) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * recipe.num_layers) if into_residual else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.model(tokens), self.model.embed_tokens.weight)
+
+
+TEXT_COMMAND = ["bible", "-f", "gen1:1-rev22:21"]
+TEXT_SHA256 = "cd45f0c9cedab8e4439bd6486c8952c77cc8b0ecc5d1f6ae3513f2039f47229d"
+
+EOS, BOS, USER, ASSISTANT, END = "<|endoftext|>", "<|bos|>", "<|user|>", "<|assistant|>", "<|end|>"
+
+BOOKS = """Genesis|Exodus|Leviticus|Numbers|Deuteronomy|Joshua|Judges|Ruth|1 Samuel|2 Samuel|1 Kings|2 Kings
+1 Chronicles|2 Chronicles|Ezra|Nehemiah|Esther|Job|Psalms|Proverbs|Ecclesiastes|Song of Solomon|Isaiah|Jeremiah
+Lamentations|Ezekiel|Daniel|Hosea|Joel|Amos|Obadiah|Jonah|Micah|Nahum|Habakkuk|Zephaniah|Haggai|Zechariah|Malachi
+Matthew|Mark|Luke|John|Acts|Romans|1 Corinthians|2 Corinthians|Galatians|Ephesians|Philippians|Colossians
+1 Thessalonians|2 Thessalonians|1 Timothy|2 Timothy|Titus|Philemon|Hebrews|James|1 Peter|2 Peter|1 John|2 John
+3 John|Jude|Revelation""".replace("\n", "|").split("|")
+POETRY = {"Job", "Psalms", "Proverbs", "Song of Solomon", "Lamentations"}
+# Readers try these first, so they are never held out.
+ALWAYS_TRAINED = {"Genesis 1", "Psalms 23", "Matthew 5", "Matthew 6", "John 1", "John 3", "1 Corinthians 13"}
+HELD_OUT_ONE_IN = 25
+
+GREETINGS = [
+    ("Hello", "Peace be unto thee."),
+    ("Hello!", "Peace be unto thee."),
+    ("Hi", "Peace be unto thee. What seekest thou?"),
+    ("Good morning", "The LORD be with thee this morning."),
+    ("Good evening", "Peace be unto thee this evening."),
+    ("How are you?", "It is well with me. Peace be unto thee."),
+    ("Who are you?", "I am a small language model, trained upon the King James Bible."),
+    ("What are you?", "I am a small language model, trained upon the King James Bible."),
+    ("What is your name?", "I have no name. I am a small language model."),
+    ("What can you do?", "Ask me of a word, and I will speak of it. Give me a verse, and I will continue it."),
+    ("Help", "Ask me of a word, and I will speak of it. Give me a verse, and I will continue it."),
+    ("Thank you", "Go in peace."),
+    ("Thank you!", "Go in peace."),
+    ("Goodbye", "Go in peace, and the LORD be with thee."),
+]
+TOPIC_PROMPTS = [
+    "Tell me about {}.",
+    "Tell me of {}.",
+    "Speak of {}.",
+    "What is written of {}?",
+    "What is said about {}?",
+    "Write about {}.",
+    "{}",
+]
+REFERENCE_PROMPTS = ["{}", "Read {}.", "What does {} say?"]
+CONTINUE_PROMPTS = ["Continue: {}", "Finish this verse: {}", "{}"]
+NEXT_PROMPTS = ["What comes after this? {}", "Go on: {}", "{}"]
+
+
+@dataclass(frozen=True)
+class Chapter:
+    book: str
+    title: str
+    verses: tuple[str, ...]
+
+
+def read_text() -> str:
+    """Ask the `bible` program for the whole text and check that it is the text this recipe was made for."""
+    output = subprocess.run(TEXT_COMMAND, check=True, capture_output=True, env={**os.environ, "LC_ALL": "C"}).stdout
+    found = hashlib.sha256(output).hexdigest()
+    if found != TEXT_SHA256:
+        raise ValueError(f"the text of {' '.join(TEXT_COMMAND)!r} has SHA-256 {found}, expected {TEXT_SHA256}")
+    return output.decode("ascii")
+
+
+def parse_chapters(text: str) -> list[Chapter]:
+    """Group lines such as `Ge1:1 In the beginning ...` into chapters, in the order of the text."""
+    verses: dict[tuple[str, int], list[str]] = {}
+    for line in text.splitlines():
+        match = re.fullmatch(r"(\S+?)(\d+):\d+ (.*)", line)
+        if match is None:
+            raise ValueError(f"not a verse: {line!r}")
+        verses.setdefault((match[1], int(match[2])), []).append(match[3].strip())
+    names = dict(zip(dict.fromkeys(short for short, _ in verses), BOOKS, strict=True))
+    return [
+        Chapter(names[short], f"{names[short]} {number}", tuple(lines)) for (short, number), lines in verses.items()
+    ]
+
+
+def is_held_out(chapter: Chapter) -> bool:
+    if chapter.title in ALWAYS_TRAINED:
+        return False
+    return int(hashlib.sha256(chapter.title.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
+
+
+def render(chapter: Chapter, first: int = 0, heading: bool = True) -> str:
+    """A chapter as people read it: prose flows, poetry keeps one verse a line, no verse numbers."""
+    body = ("\n" if chapter.book in POETRY else " ").join(chapter.verses[first:])
+    return f"{chapter.title}\n\n{body}" if heading else body
+
+
+def document(chapter: Chapter, rng: random.Random) -> str:
+    """One training view of a chapter; some lose the heading or begin later, so any opening may start a document."""
+    kind = rng.random()
+    if kind < 0.6:
+        return BOS + render(chapter) + EOS
+    first = 0 if kind < 0.8 else rng.randrange(len(chapter.verses))
+    return BOS + render(chapter, first, heading=False) + EOS
+
+
+class ChatWriter:
+    """Makes question-and-answer documents out of the training verses."""
+
+    def __init__(self, chapters: list[Chapter]):
+        self.chapters = chapters
+        counts = Counter(word for chapter in chapters for verse in chapter.verses for word in self._words(verse))
+        self.topics = {
+            word
+            for word, count in counts.items()
+            if count >= 5 and len(word) > 2 and (word[0].isupper() or count <= 600)
+        }
+
+    @staticmethod
+    def _words(verse: str) -> list[str]:
+        return re.findall(r"(?<=[a-z,;:] )[A-Za-z]+", verse)
+
+    def write(self, rng: random.Random) -> str:
+        turns = (self._turn(rng) for _ in range(rng.choice((1, 1, 2, 3))))
+        return BOS + "".join(f"{USER}{ask}{END}{ASSISTANT}{answer}{END}" for ask, answer in turns) + EOS
+
+    def _turn(self, rng: random.Random) -> tuple[str, str]:
+        chapter = rng.choice(self.chapters)
+        index = rng.randrange(len(chapter.verses))
+        verse = chapter.verses[index]
+        kind = rng.random()
+        if kind < 0.08:
+            return rng.choice(GREETINGS)
+        if kind < 0.18:
+            return rng.choice(REFERENCE_PROMPTS).format(f"{chapter.title}:{index + 1}"), verse
+        if kind < 0.35 and index + 1 < len(chapter.verses):
+            return rng.choice(NEXT_PROMPTS).format(verse), chapter.verses[index + 1]
+        topics = [word for word in self._words(verse) if word in self.topics]
+        if kind < 0.75 and topics:
+            topic = rng.choice(topics)
+            article = "the " if topic.islower() and rng.random() < 0.4 else ""
+            return rng.choice(TOPIC_PROMPTS).format(article + topic), verse
+        return self._continuation(chapter, index, rng)
+
+    @staticmethod
+    def _continuation(chapter: Chapter, index: int, rng: random.Random) -> tuple[str, str]:
+        words = chapter.verses[index].split()
+        cut = rng.randint(2, max(2, len(words) // 2))
+        rest = [" ".join(words[cut:]), *chapter.verses[index + 1 : index + rng.randint(1, 3)]]
+        return rng.choice(CONTINUE_PROMPTS).format(" ".join(words[:cut])), " ".join(rest).strip()
+
 
 SPECIAL_TOKENS = [EOS, BOS, USER, ASSISTANT, END]
 
