@@ -152,6 +152,44 @@ class ArrivingRows:
         raise NotImplementedError
 
 
+class Staging:
+    """Page-locked memory of the host, through which arrays go to a device and come back while both go on.
+
+    A part is taken for one array and is in use until somebody has waited for the device; `waited` says so. Parts are
+    kept, in sizes that are powers of two.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._used: list[torch.Tensor] = []
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """A copy on the device; the array may change as soon as this returns."""
+        part = self._taken(torch.from_numpy(array))
+        part.numpy()[...] = array
+        return part.to(self._device, non_blocking=True)
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Page-locked memory, which has the tensor's values once somebody has waited for the device."""
+        part = self._taken(tensor)
+        part.copy_(tensor, non_blocking=True)
+        return part
+
+    def waited(self) -> None:
+        """The device has done everything that was asked of it: no part is in use."""
+        for part in self._used:
+            self._free.setdefault(len(part), []).append(part)
+        self._used.clear()
+
+    def _taken(self, like: torch.Tensor) -> torch.Tensor:
+        size = 1 << max(8, (like.nbytes - 1).bit_length())
+        free = self._free.get(size)
+        part = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._used.append(part)
+        return part[: like.nbytes].view(like.dtype).view(like.shape)
+
+
 class Operations:
     """Every operation as an attribute: `ops.rms_norm(x, weight, eps)`."""
 
@@ -177,6 +215,7 @@ class Backend:
         reason: why this backend was chosen.
         device: where its tensors are.
         pins: copies to `device` go through page-locked memory.
+        synchronize: waits until the device has done everything; None: PyTorch's for the device.
 
     Attributes:
         name: its name in `llm.explain()`.
@@ -203,10 +242,13 @@ class Backend:
         reason: str,
         device: torch.device = CPU,
         pins: bool = False,
+        synchronize: Callable[[], None] | None = None,
     ) -> None:
         self.reason = reason
         self.device = device
         self.pins = pins
+        self._synchronize = synchronize
+        self._staging = Staging(device)
         halves = [names for names in _LAYOUTS if not kernels.keys() >= set(names)]
         self._own = frozenset(kernels).difference(*halves)
         self.ops = Operations({name: kernels[name] if name in self._own else definition(name) for name in OPERATIONS})
@@ -268,11 +310,28 @@ class Backend:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        """The array as a tensor on this backend's device, a copy unless `shares_host_memory`."""
-        tensor = torch.from_numpy(array)
+        """The array as a tensor on this backend's device, a copy unless `shares_host_memory`. The device takes it from
+        page-locked memory while the host goes on."""
         if self.shares_host_memory:
-            return tensor
-        return (tensor.pin_memory() if self.pins else tensor).to(self.device, non_blocking=self.pins)
+            return torch.from_numpy(array)
+        return self._staging.upload(array) if self.pins else torch.from_numpy(array).to(self.device)
+
+    def download(self, *tensors: torch.Tensor) -> list[np.ndarray]:
+        """Tensors of this backend's device as arrays, for all of which the host waits once; the tensors' own memory if
+        `shares_host_memory`."""
+        if self.shares_host_memory or not self.pins:
+            return [tensor.cpu().numpy() for tensor in tensors]
+        parts = [self._staging.download(tensor) for tensor in tensors]
+        self.synchronize()
+        return [part.numpy().copy() for part in parts]
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything that was asked of it."""
+        if self._synchronize is not None:
+            self._synchronize()
+        elif self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        self._staging.waited()
 
     def clear(self) -> None:
         """Free the memory pool and end the worker threads; the next call creates both again."""

@@ -71,6 +71,7 @@ class Attention(Patchable):
             causal,
             attention_chunk,
         )
+        self._device = construction().device
         self.backend = attention_backend(construction().platform, head_size)(params)
 
     @property
@@ -83,7 +84,7 @@ class Attention(Patchable):
 
     def take_static_scales(self, dtype: torch.dtype, scales: torch.Tensor) -> None:
         """The checkpoint's scales and offsets for a KV cache of `dtype`, float32 [4, kv_heads, head_size]."""
-        self.backend.static_scales = dtype, scales
+        self.backend.static_scales = dtype, scales.to(self._device)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """query [N, heads * head_size], key and value [N, kv_heads * head_size] -> [N, heads * head_size]."""

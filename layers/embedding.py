@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llm.base.construction import construction
 from llm.base.custom_op import PluggableLayer
 from llm.errors import ValidationError
 from llm.kernels.select import backend_of_construction
@@ -86,7 +87,7 @@ def _round_up(size: int, multiple: int) -> int:
 class VocabParallelEmbedding(PluggableLayer):
     """An embedding table [num_embeddings, embedding_dim], stored by `quant_method`. Ranks split the ids.
 
-    Shapes: ids int64 [N] -> float [N, embedding_dim].
+    Shapes: ids int64 [N] -> [N, embedding_dim], of the type of the model's activations.
 
     Args:
         num_embeddings: ids, added ones included.
@@ -142,6 +143,7 @@ class VocabParallelEmbedding(PluggableLayer):
             self.register_buffer("logit_columns", columns, persistent=False)
         self.bias: nn.Parameter | None = None
         dtype = params_dtype or torch.get_default_dtype()
+        self._activations = construction().activations
         self.quant_method = self._resolve_method(quant_config)
         self.quant_method.create_weights(
             self,
@@ -199,11 +201,15 @@ class VocabParallelEmbedding(PluggableLayer):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.is_plain:
-            found = self.quant_method.embedding(self, token_ids)
+            found = self._rows(token_ids)
             return found if self.adapters is None else self.adapters.add(found, token_ids)
         rows, held = self.shard.row_of(token_ids)
-        own = self.quant_method.embedding(self, rows)
+        own = self._rows(rows)
         return self.tp.all_reduce(own.masked_fill(~held.unsqueeze(-1), 0.0))
+
+    def _rows(self, rows: torch.Tensor) -> torch.Tensor:
+        found = self.quant_method.embedding(self, rows)
+        return found if self._activations is torch.float32 else found.to(self._activations)
 
     def logits(self, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """This rank's product with the table, padding included: float32 [L, embedding_dim] -> [L, rows]."""
@@ -302,4 +308,5 @@ class LogitsLayer(PluggableLayer):
         """This rank's logits -> the logits of all ranks, one column per id."""
         if not lm_head.is_plain:
             own = lm_head.tp.all_gather(own)[..., lm_head.logit_columns]
-        return own[..., : self.org_vocab_size] if self.org_vocab_size < own.shape[-1] else own
+        own = own[..., : self.org_vocab_size] if self.org_vocab_size < own.shape[-1] else own
+        return own if own.dtype is torch.float32 else own.float()

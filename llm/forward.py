@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 # Of a KV cache that is quantized. A token has a scale in each KV head, bfloat16.
@@ -142,6 +143,18 @@ class AttentionMetadata:
     plan: Any = None
 
 
+@dataclass(frozen=True)
+class StateNumbers:
+    """The tensors of a `RecurrentMetadata` as lists, so that nobody waits for a device to read them: `slots`, `starts`
+    of `query_start_loc`, `lengths` of `seq_lens`, `counts`, `stored`."""
+
+    slots: list[int]
+    starts: list[int]
+    lengths: list[int]
+    counts: list[int] | None
+    stored: list[int] | None
+
+
 @dataclass
 class RecurrentMetadata:
     """Where the recurrent states of this step's batch rows are, for all layers that have one.
@@ -155,6 +168,7 @@ class RecurrentMetadata:
         counts: int32 [R], how many tokens a row has; None: they end where the next row's start.
         stored: int32 [R], how many of a row's tokens its stored state sees: those behind them are drafts. None: all.
         calls: what changes the states in this step, if it has drafts.
+        host: the numbers in the tensors, where those are not in the host's memory.
     """
 
     slots: torch.Tensor
@@ -165,6 +179,19 @@ class RecurrentMetadata:
     counts: torch.Tensor | None = None
     stored: torch.Tensor | None = None
     calls: list[Callable[[RecurrentMetadata], torch.Tensor]] = field(default_factory=list)
+    host: StateNumbers | None = None
+
+    def on_host(self) -> StateNumbers:
+        """The numbers in the tensors; of tensors in the host's memory as they are now."""
+        if self.host is not None:
+            return self.host
+        return StateNumbers(
+            self.slots.tolist(),
+            self.query_start_loc.tolist(),
+            self.seq_lens.tolist(),
+            None if self.counts is None else self.counts.tolist(),
+            None if self.stored is None else self.stored.tolist(),
+        )
 
     def run(self, call: Callable[[RecurrentMetadata], torch.Tensor]) -> torch.Tensor:
         """`call(self)`, an operation on a state, which is called again for the drafts that are accepted."""
@@ -172,15 +199,21 @@ class RecurrentMetadata:
             self.calls.append(call)
         return call(self)
 
-    def store_accepted(self, accepted: torch.Tensor) -> None:
+    def store_accepted(self, accepted: np.ndarray, upload: Callable[[np.ndarray], torch.Tensor]) -> None:
         """Let each row's stored state see so many of its drafts, int32 [R], after a step that had some."""
         if self.stored is None or not accepted.any():
             return
-        counts = self.query_start_loc.diff()
-        starts = self.query_start_loc.clone()
-        starts[:-1] += self.stored
-        lengths = self.seq_lens - counts + self.stored + accepted
-        further = RecurrentMetadata(self.slots, starts, lengths, accepted.tolist(), lengths.tolist(), accepted)
+        host = self.on_host()
+        stored = np.array(host.stored, dtype=np.int32)
+        starts = np.array(host.starts, dtype=np.int32)
+        lengths = np.array(host.lengths, dtype=np.int32) - np.diff(starts) + stored + accepted
+        starts[:-1] += stored
+        numbers = StateNumbers(host.slots, starts.tolist(), lengths.tolist(), accepted.tolist(), None)
+        further = RecurrentMetadata(
+            self.slots,
+            *(upload(starts), upload(lengths), accepted.tolist(), lengths.tolist(), upload(accepted)),
+            host=None if self.host is None else numbers,
+        )
         for call in self.calls:
             call(further)
 

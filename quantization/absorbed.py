@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from llm.base.construction import construction
 from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import Weight, kind_of
 from llm.quantization.base import LinearMethodBase, WeightLoader
@@ -91,7 +92,8 @@ class AbsorbedLinearMethod(LinearMethodBase):
             sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
             self._stored.create_weights(layer, *sizes, params_dtype, weight_loader=weight_loader)
             return
-        data = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
+        shape = sum(output_partition_sizes), input_size_per_partition
+        data = torch.empty(shape, dtype=params_dtype, device=construction().device)
         layer.weight = new_parameter(data, weight_loader, output_dim=0, input_dim=1)
         layer.packed_weight = None  # type: ignore[assignment]
 

@@ -206,8 +206,8 @@ class QuantizationConfig(ABC):
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Activation dtypes it supports; start-up refuses others."""
-        return [torch.float32]
+        """Activation dtypes it supports; start-up refuses others. On a CPU activations are float32."""
+        return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
     def get_min_capability(cls) -> int:

@@ -652,6 +652,8 @@ class QuantizeOnLoad(StreamedStorage):
         if loaded.shape != shape:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(shape)}")
         q, scale = weight.q[rows], weight.scale[rows]
+        if not self.compensates:  # which is computed by what calibration showed, on the host
+            loaded = loaded.to(weight.q.device)
         third = next((part for part in (weight.zero, weight.minimum, weight.levels) if part is not None), None)
         result = self.quantized(loaded, (q, scale, None if third is None else third[rows]))
         if result.q is not q:
@@ -711,8 +713,8 @@ class QuantizeOnLoad(StreamedStorage):
         if self.form in HAVE_ZEROS:
             weight.zero = torch.empty_like(weight.scale)
         if self.form == "two_levels":
-            weight.levels = torch.empty(weight.scale.shape, dtype=torch.uint8)
-            weight.scale = torch.empty(len(weight.q), 1)
+            weight.levels = torch.empty_like(weight.scale, dtype=torch.uint8)
+            weight.scale = weight.scale.new_empty(len(weight.q), 1)
         if self.form == "float8":
             weight.q = weight.q.view(torch.float8_e4m3fn)
         if self.form in _TABLES:

@@ -14,7 +14,7 @@ from llm.base.construction import Scratch, construction
 from llm.errors import CheckpointError
 from llm.quantization.base import WeightLoader
 from llm.quantization.quantizer import IntegerWeight
-from llm.quantization.unquantized import new_parameter
+from llm.quantization.unquantized import parameter_of
 
 _LARGEST_OFFSET = 2**15
 # Beyond it a product of weight and activation is near the end of float32, and the kernels multiply by 256 inside.
@@ -65,7 +65,7 @@ class WeightStorage(ABC):
         self, layer: nn.Module, name: str, data: torch.Tensor, loader: WeightLoader, scales: str = "", /, **more: Any
     ) -> None:
         """Register one parameter; `optional=True` if a checkpoint may lack it, `scales` as in `checked`."""
-        setattr(layer, name, new_parameter(data, checked(loader, scales) if scales else loader, **more))
+        setattr(layer, name, parameter_of(data, checked(loader, scales) if scales else loader, **more))
         self._names.append(name)
 
     def take(self, layer: nn.Module, name: str) -> torch.Tensor:
@@ -200,7 +200,7 @@ class StreamedStorage(WeightStorage):
         self._sizes, self._columns, self._ready = sizes, columns, ready
         self._shard_ids: tuple[Any, ...] = tuple(getattr(layer, "shard_ids", ()))
         self._platform = construction().platform
-        self._scratch = construction().scratch
+        self._scratch, self._device = construction().scratch, construction().device
         data = torch.empty(sum(sizes), columns, dtype=self._stored_dtype or dtype, device="meta")
         self.add(layer, "weight", data, self._load, output_dim=0, input_dim=1)
 
@@ -231,10 +231,13 @@ class StreamedStorage(WeightStorage):
 
     def _allocated(self) -> IntegerWeight:
         rows, groups = sum(self._sizes), self._columns // self.group_size
-        q = (self._scratch or Scratch()).empty(rows, self._columns)
-        weight = IntegerWeight(q, torch.empty(rows, groups), self.group_size, self.bits)
+        if self._device.type == "cpu":
+            q = (self._scratch or Scratch()).empty(rows, self._columns)
+        else:
+            q = torch.empty(rows, self._columns, dtype=torch.int8, device=self._device)
+        weight = IntegerWeight(q, torch.empty(rows, groups, device=self._device), self.group_size, self.bits)
         if self.has_minimum:
-            weight.minimum = torch.empty(rows, groups)
+            weight.minimum = torch.empty(rows, groups, device=self._device)
         return weight
 
     def _hand_over(self) -> None:

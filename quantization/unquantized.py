@@ -48,7 +48,7 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         weight_loader: WeightLoader,
     ) -> None:
         shape = (sum(output_partition_sizes), input_size_per_partition)
-        data = torch.empty(shape, dtype=params_dtype)
+        data = torch.empty(shape, dtype=params_dtype, device=construction().device)
         arriving = None if data.is_meta or not self._packs else self._arriving(*shape, params_dtype)
         if arriving is None:
             layer.weight = new_parameter(data, weight_loader, output_dim=0, input_dim=1)
@@ -127,7 +127,12 @@ def _arriving_rows(param: nn.Parameter) -> ArrivingRows | None:
 
 
 def new_parameter(data: torch.Tensor, weight_loader: WeightLoader, **attributes: Any) -> nn.Parameter:
-    """An inference parameter that carries its loader and its sharding attributes."""
+    """An inference parameter on the model's device that carries its loader and its sharding attributes."""
+    return parameter_of(data.to(construction().device), weight_loader, **attributes)
+
+
+def parameter_of(data: torch.Tensor, weight_loader: WeightLoader, **attributes: Any) -> nn.Parameter:
+    """The same where `data` is, for tensors of a checkpoint that become others when a layer is packed."""
     param = nn.Parameter(data, requires_grad=False)
     param.weight_loader = weight_loader  # type: ignore[attr-defined]
     for name, value in attributes.items():

@@ -1,30 +1,73 @@
 """A device that only pretends to be one: its tensors lie in the CPU's memory and behave as a GPU's.
 
 An operation that is given such a tensor and one of the CPU's raises, as it would on a GPU; only copies go across, and
-numbers (tensors without dimensions). A tensor made without naming the device is the CPU's. So what runs under
-`pretend_device` on this device placed every tensor there. The device is spelled "meta", a name that every PyTorch knows
-and that stands for no memory.
+numbers (tensors without dimensions). A tensor made without naming the device is the CPU's.
+
+It is asynchronous. Operations are put into a queue and computed when somebody waits for the device (`QUEUE.wait`), so
+that memory of the host that a copy from pinned memory reads, and memory that a copy to the host writes, must not be
+touched before: what breaks this rule computes with the wrong numbers. Waits are counted, and so are copies from memory
+that is not pinned, which take their values at once and for which a GPU's driver would hold up the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.interface import PlatformEnum
 
-DEVICE = torch.device("meta")
-# What was pinned: without an accelerator PyTorch cannot.
-PINNED: list[torch.Tensor] = []
+_MODULE: dict[str, Any] = {
+    "_lazy_init": lambda: None,
+    "_is_in_bad_fork": lambda: False,
+    "manual_seed_all": lambda seed: None,
+}
+_setup_privateuseone_for_python_backend("pretend", SimpleNamespace(**_MODULE, is_initialized=lambda: True))
+DEVICE = torch.device("pretend", 0)
+_CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
+
+
+class Queue:
+    """What the device has yet to compute.
+
+    Attributes:
+        waits: how often the host waited for it.
+        pageable: copies to the device from memory that is not pinned.
+        pinned: copies to the device from pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], object]] = []
+        self.waits = self.pageable = self.pinned = 0
+
+    def put(self, call: Callable[[], object]) -> None:
+        self._calls.append(call)
+
+    def wait(self) -> None:
+        self.waits += 1
+        calls, self._calls = self._calls, []
+        with _disable_current_modes(), torch.no_grad():
+            for call in calls:
+                call()
+
+
+QUEUE = Queue()
+# Pinned memory by its address: without an accelerator PyTorch has none.
+_pinned: dict[int, torch.UntypedStorage] = {}
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() in _pinned
 
 
 class OnDevice(torch.Tensor):
@@ -40,7 +83,7 @@ class OnDevice(torch.Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"OnDevice({self.memory})"
+        return f"OnDevice({list(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,6 +95,7 @@ def pretend_device() -> Iterator[None]:
     """Within, tensors can be made on the device."""
     with _Dispatched(), _Constructed():
         yield
+    QUEUE.wait()
 
 
 class _Constructed(TorchFunctionMode):
@@ -59,14 +103,16 @@ class _Constructed(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == DEVICE:
+        if func in (torch.tensor, torch.as_tensor) and _is_ours(kwargs.get("device")):
             del kwargs["device"]
             return func(*args, **kwargs).to(DEVICE)
         if func is torch.Tensor.tolist and isinstance(args[0], OnDevice):
+            QUEUE.wait()
             return args[0].memory.tolist()
         if func is torch.Tensor.pin_memory:
-            PINNED.append(args[0])
-            return args[0]
+            return _pin(args[0].clone())
+        if kwargs.pop("pin_memory", False):
+            return _pin(func(*args, **kwargs))
         return func(*args, **kwargs)
 
 
@@ -76,27 +122,123 @@ class _Dispatched(TorchDispatchMode):
 
 
 class PretendPlatform(CpuPlatform):
+    """Its activations are float32 unless another type is asked for."""
+
     name = "pretend"
     kind = PlatformEnum.OOT
-    device_type = "meta"
+    device_type = "pretend"
     dispatch_key = "native"
+
+    @property
+    def device(self) -> torch.device:
+        return DEVICE
 
     def inference_mode(self) -> Any:
         return torch.no_grad()  # tensors over another's memory have no version in inference mode
+
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        return torch.float32, torch.bfloat16, torch.float16
+
+    def synchronize(self) -> None:
+        QUEUE.wait()
+
+    def is_pin_memory_available(self) -> bool:
+        return True
 
 
 def dispatched(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
     ours = [item for item in tensors if isinstance(item, OnDevice)]
+    if func in _COPIES and (ours or _is_ours(kwargs.get("device"))):
+        return _copied(func, args, kwargs)
+    if not ours and not _is_ours(kwargs.get("device")):
+        return func(*args, **kwargs)
     strangers = [item for item in tensors if not isinstance(item, OnDevice) and item.dim()]
-    if ours and strangers and func not in _COPIES:
+    if strangers:
         raise RuntimeError(f"{func} was given tensors of {DEVICE} and of {strangers[0].device}")
-    device = kwargs.get("device")
-    stays = bool(ours) if device is None else device == DEVICE
-    if device == DEVICE:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
+    if "device" in kwargs and kwargs["device"] is not None:
+        if not _is_ours(kwargs["device"]):  # such as zeros_like(ours, device="cpu")
+            return func(*tree_map_only(OnDevice, lambda item: item.memory, args), **kwargs)
+        kwargs = {**kwargs, "device": _CPU}
     inner = tree_map_only(OnDevice, lambda item: item.memory, (args, kwargs))
-    result = func(*inner[0], **inner[1])
-    if func._schema.is_mutable:  # what was written is what is returned
-        return args[0] if "out" not in kwargs else kwargs["out"]
-    return tree_map_only(torch.Tensor, OnDevice, result) if stays else result
+    schema = func._schema
+    if schema.is_mutable:  # what was written is what is returned
+        QUEUE.put(lambda: func(*inner[0], **inner[1]))
+        outs = [kwargs[item.name] for item in schema.arguments if item.is_out and item.name in kwargs]
+        return args[0] if not outs else outs[0] if len(outs) == 1 else tuple(outs)
+    if any(item.alias_info is not None for item in schema.returns):  # a view
+        return _wrapped(func(*inner[0], **inner[1]))
+    try:
+        shapes = func(*_on_meta(inner[0]), **_on_meta(inner[1]))
+    except (NotImplementedError, RuntimeError):  # depends on values
+        shapes = None
+    if shapes is None or not all(isinstance(item, torch.Tensor) for item in tree_flatten(shapes)[0]):
+        QUEUE.wait()
+        return _wrapped(func(*inner[0], **inner[1]))
+    found = tree_map_only(
+        torch.Tensor, lambda like: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype), shapes
+    )
+
+    def compute() -> None:
+        for made, values in zip(tree_flatten(found)[0], tree_flatten(func(*inner[0], **inner[1]))[0], strict=True):
+            made.copy_(values)
+
+    QUEUE.put(compute)
+    return _wrapped(found)
+
+
+def _copied(func: Any, args: Any, kwargs: Any) -> Any:
+    """`copy_` and `to`, between devices or within ours."""
+    in_place = func is _aten.copy_.default
+    source = args[1] if in_place else args[0]
+    late = bool(args[2] if in_place and len(args) > 2 else kwargs.get("non_blocking", False))
+    if in_place:
+        target = args[0]
+        is_ours = isinstance(target, OnDevice)
+        memory = target.memory if is_ours else target
+    else:
+        device = kwargs.get("device")
+        is_ours = isinstance(source, OnDevice) if device is None else _is_ours(device)
+        like = source.memory if isinstance(source, OnDevice) else source
+        plain = {**kwargs, "device": torch.device("meta")}
+        shape = func(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta"), **plain)
+        memory = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+        target = OnDevice(memory) if is_ours else memory
+    if isinstance(source, OnDevice):
+        values = source.memory
+        QUEUE.put(lambda: memory.copy_(values))
+        if not is_ours and not (late and is_pinned(memory)):
+            QUEUE.wait()
+        return target
+    if source.dim() == 0 and not late:  # a number, which goes with the call
+        values = source.clone()
+    elif late and is_pinned(source):
+        QUEUE.pinned += 1
+        values = source
+    else:
+        QUEUE.pageable += 1
+        values = source.clone()
+    QUEUE.put(lambda: memory.copy_(values))
+    return target
+
+
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    _pinned[storage.data_ptr()] = storage
+    return tensor
+
+
+def _is_ours(device: Any) -> bool:
+    return device is not None and torch.device(device).type == DEVICE.type
+
+
+def _wrapped(tensors: Any) -> Any:
+    return tree_map_only(torch.Tensor, OnDevice, tensors)
+
+
+def _on_meta(arguments: Any) -> Any:
+    def of(item: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+
+    moved = tree_map_only(torch.Tensor, of, arguments)
+    return tree_map_only(torch.device, lambda item: torch.device("meta"), moved)

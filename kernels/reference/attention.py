@@ -67,8 +67,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v over the cached keys and values of each batch row.
 
-    Shapes: query float32 [N, heads, head_size], caches as `kv_cache_shapes`; returns [N, heads, head_size]. Values may
-    have fewer channels than keys; the result then has as many as they.
+    Shapes: query float [N, heads, head_size], caches as `kv_cache_shapes`; returns [N, heads, head_size] of its type,
+    in which keys and values are multiplied; sums and softmax are float32. Values may have fewer channels than keys;
+    the result then has as many as they.
     A token at position p sees positions max(0, p - sliding_window + 1) to p; if not `causal`, also those to
     p + sliding_window - 1, or all, of a row whose tokens are all in this step. With `attention_chunk`, and no window,
     it sees those of its own chunk of so many positions, the first of which begins at 0. With `soft_cap` a score s
@@ -79,9 +80,9 @@ def paged_attention(
     """
     scoring = _Scoring(scale, soft_cap, sinks, alibi_slopes, attention_chunk)
     if metadata.plan is None:
-        metadata.plan = _plan(metadata, sliding_window, key_cache.shape[0] * key_cache.shape[2])
+        metadata.plan = _plan(metadata, sliding_window, key_cache.shape[0] * key_cache.shape[2], query.dtype)
     key_scales, value_scales = (None, None) if static_scales is None else (static_scales[:2], static_scales[2:])
-    is_quantized = value_cache.dtype in QUANTIZED_CACHE_DTYPES
+    dtype, is_quantized = query.dtype, value_cache.dtype in QUANTIZED_CACHE_DTYPES
     out = query.new_empty(*query.shape[:2], value_cache.shape[2] - (SCALE_BYTES if is_quantized else 0))
     key_buffer, value_buffer = metadata.plan.buffers
     for group in metadata.plan.decode:
@@ -89,7 +90,8 @@ def paged_attention(
         value = _gather_into(value_buffer, value_cache, group.slots, value_scales)
         out[group.tokens] = _attend_decode(query[group.tokens], key, value, group, scoring)
     for row in metadata.plan.prefill:
-        key, value = _gather(key_cache, row.slots, key_scales), _gather(value_cache, row.slots, value_scales)
+        key = _gather(key_cache, row.slots, key_scales).to(dtype)
+        value = _gather(value_cache, row.slots, value_scales).to(dtype)
         part = query[row.start : row.end]
         out[row.start : row.end] = _attend_row(part, key, value, scoring, sliding_window, causal)
     return out
@@ -141,7 +143,7 @@ class _PrefillRow:
 
 @dataclass
 class _Plan:
-    """`buffers` hold the gathered keys and values of a decode group, float32.
+    """`buffers` hold the gathered keys and values of a decode group, of the query's type.
 
     They are kept for the whole step: memory this large is unmapped when it is freed, and the page faults of a new
     allocation in every layer can take longer than attention.
@@ -152,7 +154,9 @@ class _Plan:
     buffers: tuple[torch.Tensor, torch.Tensor]
 
 
-def _plan(metadata: AttentionMetadata, sliding_window: int | None, elements_per_token: int) -> _Plan:
+def _plan(
+    metadata: AttentionMetadata, sliding_window: int | None, elements_per_token: int, dtype: torch.dtype
+) -> _Plan:
     prefill = []
     # log2 of the number of blocks a batch row sees, rounded up -> [(batch row, first block it sees, how many it sees)].
     by_width: dict[int, list[tuple[int, int, int]]] = {}
@@ -172,18 +176,21 @@ def _plan(metadata: AttentionMetadata, sliding_window: int | None, elements_per_
     for rows in by_width.values():
         at_once = max(1, _GATHER_ELEMENTS // (elements_per_token * size * max(width for _, _, width in rows)))
         for some in range(0, len(rows), at_once):
-            decode.append(_decode_group(metadata, rows[some : some + at_once], starts, sliding_window))
+            decode.append(_decode_group(metadata, rows[some : some + at_once], sliding_window))
     largest = max((len(group.slots) for group in decode), default=0) * elements_per_token
-    device = metadata.block_table.device
-    return _Plan(decode, prefill, (torch.empty(largest, device=device), torch.empty(largest, device=device)))
+    buffers = (torch.empty(largest, dtype=dtype, device=metadata.block_table.device) for _ in range(2))
+    return _Plan(decode, prefill, (next(buffers), next(buffers)))
 
 
 def _decode_group(
-    metadata: AttentionMetadata, rows: list[tuple[int, int, int]], starts: list[int], sliding_window: int | None
+    metadata: AttentionMetadata, rows: list[tuple[int, int, int]], sliding_window: int | None
 ) -> _DecodeGroup:
     """`rows` as in `_plan`: (batch row, first block it sees, how many it sees)."""
     size, device = metadata.block_size, metadata.block_table.device
-    index, first, _ = torch.tensor(rows, device=device).unsqueeze(-1).unbind(1)  # int64 [R, 1] each
+    index = _numbers([row for row, _, _ in rows], device).unsqueeze(-1)  # int64 [R, 1], as `first`
+    first = torch.zeros_like(index)
+    if sliding_window is not None:
+        first = (metadata.seq_lens[index] - sliding_window).clamp_(min=0).long() // size
     width = max(width for _, _, width in rows)
     columns = (first + torch.arange(width, device=device)).clamp_(max=metadata.block_table.shape[1] - 1)
     slots = _slots(metadata.block_table[index, columns], size)
@@ -193,10 +200,17 @@ def _decode_group(
     if sliding_window is not None:
         mask &= positions >= lengths - sliding_window
     slots.masked_fill_(~mask, 0)  # slot 0 is never written
-    tokens = torch.tensor([starts[row] for row, _, _ in rows], device=device)
+    tokens = metadata.query_start_loc[index[:, 0]].long()
     distances = (positions - (lengths - 1)).float()
     own = (lengths - 1).unsqueeze(1)
     return _DecodeGroup(tokens, slots.view(-1), mask.unsqueeze(1), distances.unsqueeze(1), own)
+
+
+def _numbers(rising: list[int], device: torch.device) -> torch.Tensor:
+    """int64, rising numbers. Made on the device: a copy from the host's memory would hold up the step."""
+    breaks = [place for place in range(1, len(rising)) if rising[place] != rising[place - 1] + 1]
+    runs = zip([0, *breaks], [*breaks, len(rising)], strict=True)
+    return torch.cat([torch.arange(rising[start], rising[end - 1] + 1, device=device) for start, end in runs])
 
 
 def _slots(blocks: torch.Tensor, size: int) -> torch.Tensor:
@@ -216,7 +230,7 @@ def _gather_into(
 ) -> torch.Tensor:
     """`_gather` into the buffer's memory."""
     if cache.dtype in QUANTIZED_CACHE_DTYPES:
-        return _gather(cache, slots, static)
+        return _gather(cache, slots, static).to(buffer.dtype)
     shape = (cache.shape[0], len(slots), cache.shape[2])
     out = buffer[: math.prod(shape)].view(shape)
     if cache.dtype == out.dtype:
@@ -296,16 +310,16 @@ def _attend_explicitly(
 
     of_heads: the shape of what each head has one of, which expands to [a, b, q, 1].
     """
-    scores = torch.matmul(query * scoring.scale, key.transpose(2, 3))
+    scores = torch.matmul(query * scoring.scale, key.transpose(2, 3)).float()
     if scoring.soft_cap is not None:
         scores = scores.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
     if scoring.alibi_slopes is not None:
         scores += scoring.alibi_slopes.view(of_heads) * distances
     scores.masked_fill_(~mask, float("-inf"))
     if scoring.sinks is None:
-        return torch.matmul(scores.softmax(dim=-1), value)
-    column = scoring.sinks.view(of_heads).expand(*scores.shape[:-1], 1)
-    return torch.matmul(torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1], value)
+        return torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
+    column = scoring.sinks.float().view(of_heads).expand(*scores.shape[:-1], 1)
+    return torch.matmul(torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1].to(value.dtype), value)
 
 
 def _sdpa(

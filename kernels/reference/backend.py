@@ -17,7 +17,9 @@ class ReferenceBackend(Backend):
 
     @classmethod
     def of(cls, platform: Platform) -> Backend:
-        return pytorch(_ASKED_FOR, platform.device, platform.is_pin_memory_available())
+        if platform.device == CPU:
+            return pytorch(_ASKED_FOR)
+        return _on_device(platform)
 
     @property
     def invariant(self) -> tuple[bool, str]:
@@ -28,6 +30,13 @@ class ReferenceBackend(Backend):
 def pytorch(reason: str, device: torch.device = CPU, pins: bool = False) -> ReferenceBackend:
     """The reference backend on `device`; `reason` says why it was chosen."""
     return ReferenceBackend({}, reason, device, pins)
+
+
+@functools.cache
+def _on_device(platform: Platform) -> ReferenceBackend:
+    """One object per platform, and so per device."""
+    reason = f"there are no kernels for {platform.name}"
+    return ReferenceBackend({}, reason, platform.device, platform.is_pin_memory_available(), platform.synchronize)
 
 
 _ASKED_FOR = "plain PyTorch was asked for"

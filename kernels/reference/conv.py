@@ -20,7 +20,7 @@ def causal_conv1d(
     """y[t] = act(bias + sum over k of weight[:, k] * x[t - (K - 1) + k]), within each batch row: -> float32 [T, C].
 
     Args:
-        x: float32 [T, C], the tokens of all rows.
+        x: float [T, C], the tokens of all rows; computed in float32, and the result is of its type.
         weight: float [C, K]; bias: float [C].
         conv_state: float32 [slots, C, K - 1], each row's last inputs, the oldest first. Written in place. A row whose
             first token is at position 0 starts from zeros, not from what its slot has.
@@ -29,9 +29,10 @@ def causal_conv1d(
     Raises:
         IndexError: a row's slot does not exist.
     """
+    dtype, x = x.dtype, x.float()
     check_convolution(x, weight, bias, conv_state, activation)
     taps = weight.shape[1]
-    out = torch.empty(x.shape)
+    out = torch.empty_like(x)
     for row in state_rows(metadata, len(conv_state)):
         kept = conv_state[row.slot]
         inputs = torch.cat([(torch.zeros_like(kept) if row.is_new else kept).t(), x[row.tokens]])
@@ -41,7 +42,7 @@ def causal_conv1d(
             y = y + inputs[k : k + count] * weight[:, k].float()
         conv_state[row.slot] = inputs[row.stored : row.stored + taps - 1].t()
         out[row.tokens] = y if activation is None else F.silu(y)
-    return out
+    return out.to(dtype)
 
 
 def check_convolution(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -37,7 +38,8 @@ def experts(
     The first product starts the sum, and the others follow in the order of the slots, each by one multiplication and
     one addition.
 
-    Shapes: x float32 [N, H], topk_ids int64 [N, K], topk_weights float32 [N, K] -> float32 [N, H].
+    Shapes: x float [N, H], topk_ids int64 [N, K], topk_weights float32 [N, K] -> [N, H] of the type of x; sums are
+    float32.
 
     Args:
         topk_ids: a token's experts, each at most once.
@@ -67,23 +69,37 @@ def over_experts(
     width: int,
     of_tokens: Callable[[torch.Tensor], AbstractContextManager[None]] | None = None,
 ) -> torch.Tensor:
-    """The sum of `experts`, float32 [N, width]; each[e] computes what expert e makes of its tokens.
+    """The sum of `experts`, [N, width] of the type of x; each[e] computes what expert e makes of its tokens.
 
     Args:
         of_tokens: the context in which an expert computes these tokens.
     """
-    products = x.new_empty(*topk_ids.shape, width)
-    for expert in topk_ids.unique().tolist():
-        if not 0 <= expert < len(each):
-            raise IndexError(f"expert ids must be in [0, {len(each)}), got {expert}")
-        tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
+    products = x.new_empty(topk_ids.numel(), width)
+    chosen, order = topk_ids.flatten().sort(stable=True)
+    ends = expert_ends(chosen, len(each))
+    if len(chosen) and (ends[0] or ends[-1] < len(chosen)):
+        wrong = chosen[0] if ends[0] else chosen[-1]
+        raise IndexError(f"expert ids must be in [0, {len(each)}), got {int(wrong)}")
+    for expert, (start, end) in enumerate(pairwise(ends)):
+        if start == end:
+            continue
+        places = order[start:end]
+        tokens = places // topk_ids.shape[1]
         with nullcontext() if of_tokens is None else of_tokens(tokens):
-            products[tokens, slots] = each[expert](x[tokens])
-    total = x.new_zeros(len(x), width)
+            products[places] = each[expert](x[tokens])
+    products = products.view(*topk_ids.shape, width)
+    total = topk_weights.new_zeros(len(x), width)
     for slot in range(topk_ids.shape[1]):
         term = topk_weights[:, slot, None] * products[:, slot]
         total = total + term if slot else term
-    return total
+    return total.to(x.dtype)
+
+
+def expert_ends(chosen: torch.Tensor, count: int) -> list[int]:
+    """Sorted ids -> [count + 1], how many are below 0, 1, ... and `count`. A device is waited for."""
+    limits = torch.arange(count + 1, dtype=chosen.dtype, device=chosen.device)
+    ends: list[int] = torch.searchsorted(chosen, limits).tolist()
+    return ends
 
 
 def gate_of(activation: str, limit: float) -> Gate:

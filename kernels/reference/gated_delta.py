@@ -29,7 +29,8 @@ def gated_delta_rule(
         S = S + k^T (v - k S) sigmoid(beta) beta_scale
         y = q S
 
-    k and q are divided by sqrt(sum of squares + 1e-6), and q by sqrt(K).
+    k and q are divided by sqrt(sum of squares + 1e-6), and q by sqrt(K). Other types of what the tokens have are
+    computed in float32, and the result is of the type of `value`.
 
     Args:
         query, key: float32 [T, key heads, K]; each is for heads / key heads consecutive heads.
@@ -43,6 +44,8 @@ def gated_delta_rule(
     Raises:
         IndexError: a row's slot does not exist.
     """
+    dtype = value.dtype
+    query, key, value, decay, beta = (item.float() for item in (query, key, value, decay, beta))
     check_delta_rule(query, key, value, decay, beta, a, dt_bias, state)
     repeats, size = value.shape[1] // key.shape[1], key.shape[2]
     query, key = (_normalised(item).repeat_interleave(repeats, dim=1) for item in (query, key))
@@ -50,7 +53,7 @@ def gated_delta_rule(
     kept = (a.view(-1, *[1] * (decay.dim() - 2)) * F.softplus(decay + dt_bias)).exp()
     kept = kept[..., None, None] if decay.dim() == 2 else kept[..., None]
     share = beta.sigmoid()[..., None] * beta_scale
-    out = torch.empty(value.shape)
+    out = torch.empty_like(value)
     for row in state_rows(metadata, len(state)):
         now = torch.zeros_like(state[row.slot]) if row.is_new else state[row.slot].clone()
         for seen, t in enumerate(range(row.tokens.start, row.tokens.stop), 1):
@@ -60,7 +63,7 @@ def gated_delta_rule(
             out[t] = (now * query[t][..., None]).sum(-2)
             if seen == row.stored:
                 state[row.slot] = now
-    return out
+    return out.to(dtype)
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:

@@ -88,13 +88,13 @@ def _nibbles(raw: torch.Tensor) -> torch.Tensor:
 
 def _bits(raw: torch.Tensor, width: int, count: int) -> torch.Tensor:
     """uint8 [B, n, m] -> [B, n, count, m]: the lowest `width` bits, the next, ..."""
-    shifts = torch.arange(0, width * count, width, dtype=torch.uint8)[:, None]
+    shifts = torch.arange(0, width * count, width, dtype=torch.uint8, device=raw.device)[:, None]
     return (raw[:, :, None] >> shifts) & ((1 << width) - 1)
 
 
 def _fifth_bits(raw: torch.Tensor) -> torch.Tensor:
     """uint8 [B, 4] -> [B, 32] of 0 or 16: bit j belongs to value j."""
-    return ((raw[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1) << 4
+    return ((raw[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=raw.device)) & 1).flatten(1) << 4
 
 
 def _signed(codes: torch.Tensor, zero: int) -> torch.Tensor:
@@ -177,7 +177,7 @@ def _iq4_xs(raw: torch.Tensor) -> Decoded:
 def _mxfp4(raw: torch.Tensor) -> Decoded:
     """Scales are powers of two, 2 ** (byte - 127); half of it, as the table holds twice the values."""
     exponent = raw[:, :1].float() - 128
-    return Decoded(_signed(_nibbles(raw[:, 1:]), 8), torch.ldexp(torch.ones(exponent.shape), exponent))
+    return Decoded(_signed(_nibbles(raw[:, 1:]), 8), torch.ldexp(torch.ones_like(exponent), exponent))
 
 
 BLOCKS: dict[str, Block] = {
@@ -254,7 +254,7 @@ def _place(
         if values is not None and not values.isfinite().all():
             raise ValueError(NOT_FINITE)
     if block.table and looks_up:
-        codes = torch.tensor(block.table, dtype=torch.int8)[codes.long() + 8]
+        codes = torch.tensor(block.table, dtype=torch.int8, device=codes.device)[codes.long() + 8]
     if minima is not None:
         codes = (codes.to(torch.int16) - least).to(torch.int8)
     elif minimum is not None:

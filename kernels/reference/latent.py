@@ -15,14 +15,14 @@ from llm.kernels.reference.quantized_cache import dequantize_heads, quantize_hea
 
 
 def heads_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """y[t, h] = x[t, h] W_h: x float32 [N, heads, k], weight float [heads, k, n] -> float32 [N, heads, n]."""
-    return torch.bmm(x.transpose(0, 1), weight.float()).transpose(0, 1).contiguous()
+    """y[t, h] = x[t, h] W_h: x float [N, heads, k], weight float [heads, k, n] -> [N, heads, n] of the type of x."""
+    return torch.bmm(x.transpose(0, 1), weight.to(x.dtype)).transpose(0, 1).contiguous()
 
 
 def write_latent_cache(
     latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Store latents float32 [N, latent] and rotated keys float32 [N, rope], side by side, at the slots int64 [N]."""
+    """Store latents float [N, latent] and rotated keys float [N, rope], side by side, at the slots int64 [N]."""
     if cache.dtype not in QUANTIZED_CACHE_DTYPES:
         both = torch.cat((latent, rope), dim=-1).to(cache.dtype)
         cache.view(-1, cache.shape[-1]).index_copy_(0, slot_mapping, both)
@@ -38,7 +38,7 @@ def latent_attention(
 ) -> torch.Tensor:
     """Causal attention in which a token's row of the cache is its key for every head, and its latent its value.
 
-    Shapes: query float32 [N, heads, latent], query_rope float32 [N, heads, rope] -> [N, heads, latent].
+    Shapes: query float [N, heads, latent], query_rope float [N, heads, rope] -> [N, heads, latent].
     """
     keys = cache.view(1, -1, cache.shape[-1])
     if cache.dtype in QUANTIZED_CACHE_DTYPES:

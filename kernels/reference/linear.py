@@ -53,15 +53,18 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
       order; with zero points or minima each is followed by fma(offset[n, g], xs[m, g] * float(sum_{k in g} q[m, k]),
       .), where offset = -zero * scale or 8 * scale - minimum.
 
-    For a rotated weight x is rotated first. Sums of integers are exact. Shapes: x float32 [..., K] -> float32 [..., N].
+    For a rotated weight x is rotated first. Sums of integers are exact. Shapes: x float [..., K] -> [..., N] of its
+    type; integers are rounded from float32.
     """
     if x.shape[-1] != weight.k:
         raise ValueError(f"activations are float32 [..., {weight.k}], got {x.dtype} {list(x.shape)}")
-    bias = None if weight.bias is None else weight.bias.to(x.dtype)
+    dtype, bias = x.dtype, None if weight.bias is None else weight.bias.to(x.dtype)
     if weight.activations == "bfloat16":
-        x = x.bfloat16().float()
+        x = x.bfloat16().to(dtype)
     if weight.is_float and weight.data.dtype == x.dtype:
         return F.linear(x, weight.unpack(), bias)  # that of another backend is in panels
+    if weight.activations == "int8":
+        x = x.float()
     if weight.activations == "int8" and weight.columns is not None:
         x = x[..., weight.columns.long()]
     if weight.activations == "int8" and weight.rotation:
@@ -71,7 +74,7 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     out = product(x.reshape(x.shape[:-1].numel(), weight.k), weight)
     if bias is not None:
         out += bias
-    return out.view(*x.shape[:-1], weight.n)
+    return out.view(*x.shape[:-1], weight.n).to(dtype)
 
 
 def embedding(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -91,7 +94,7 @@ def embedding(token_ids: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 def _float(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     out = x.new_empty(x.shape[0], weight.n)
-    step = rows_at_once(weight.k)
+    step = rows_at_once(weight.k, x.device)
     for start in range(0, weight.n, step):
         end = min(start + step, weight.n)
         torch.mm(x, weight.dequantize(start, end).to(x.dtype).t(), out=out[:, start:end])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.lora import LoraTerms
+from llm.kernels.lora import LoraTerm, LoraTerms
 from llm.kernels.reference.linear import embedding, linear
 
 
@@ -18,9 +18,9 @@ def lora(y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, terms: LoraTerms
     rows, flat = y.view(-1, terms.width), x.reshape(-1, terms.inputs)
     _check(rows, flat, slots)
     for term in terms.terms:
-        tokens = (slots == term.slot).nonzero(as_tuple=True)[0]
+        tokens = _tokens(slots, term.slot)
         products = linear(linear(flat[tokens], term.down), term.up)
-        rows[tokens, term.first : term.first + term.up.n] += products * term.scale
+        _add(rows, slots, term, tokens, products)
     return y
 
 
@@ -32,13 +32,28 @@ def lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, slots: torch.Tensor
     """
     rows, ids = y.view(-1, terms.width), token_ids.flatten()
     _check(rows, ids, slots)
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < terms.inputs:
+    if len(ids) and ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < terms.inputs:
         raise IndexError(f"token ids must be in [0, {terms.inputs}), got {int(ids.min())} to {int(ids.max())}")
     for term in terms.terms:
-        tokens = (slots == term.slot).nonzero(as_tuple=True)[0]
+        tokens = _tokens(slots, term.slot)
         products = linear(embedding(ids[tokens], term.down), term.up)
-        rows[tokens, term.first : term.first + term.up.n] += products * term.scale
+        _add(rows, slots, term, tokens, products)
     return y
+
+
+def _tokens(slots: torch.Tensor, slot: int) -> torch.Tensor | slice:
+    """Those of a slot; on a device, whose answer the host would have to wait for, all of them."""
+    return (slots == slot).nonzero(as_tuple=True)[0] if slots.device.type == "cpu" else slice(None)
+
+
+def _add(
+    rows: torch.Tensor, slots: torch.Tensor, term: LoraTerm, tokens: torch.Tensor | slice, products: torch.Tensor
+) -> None:
+    """Add the products of these tokens to those of them that are in the term's slot."""
+    added = products * term.scale
+    if isinstance(tokens, slice):
+        added = torch.where((slots == term.slot)[:, None], added, 0)
+    rows[tokens, term.first : term.first + term.up.n] += added.to(rows.dtype)
 
 
 def _check(rows: torch.Tensor, inputs: torch.Tensor, slots: torch.Tensor) -> None:

@@ -111,12 +111,13 @@ def quantize_weight_as(
     return q, scale, minimum, signal, noise
 
 
-def empty(form: str, rows: int, columns: int, group_size: int) -> Parts:
+def empty(form: str, rows: int, columns: int, group_size: int, device: torch.device | None = None) -> Parts:
     """q, scale and minimum of `quantize_weight_as`."""
     dtype = torch.float8_e4m3fn if form == "float8" else torch.int8
-    q, scale = torch.empty(rows, columns, dtype=dtype), torch.empty(rows, columns // group_size)
+    q = torch.empty(rows, columns, dtype=dtype, device=device)
+    scale = torch.empty(rows, columns // group_size, device=device)
     if form == "two_levels":
-        return q, torch.empty(rows, 1), torch.empty(scale.shape, dtype=torch.uint8)
+        return q, scale.new_empty(rows, 1), torch.empty_like(scale, dtype=torch.uint8)
     return q, scale, torch.empty_like(scale) if form in HAVE_MINIMA + HAVE_ZEROS else None
 
 
@@ -128,7 +129,7 @@ def _round_float8(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
 
 def _round_mxfp4(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
     exponent = (torch.frexp(largest)[1] - 1 - _LARGEST_EXPONENT).clamp_(*_EXPONENTS)
-    scales = [torch.ldexp(torch.ones(exponent.shape), power) for power in (exponent, exponent + 1)]
+    scales = [torch.ldexp(torch.ones_like(largest), power) for power in (exponent, exponent + 1)]
     tried = [_nearest_fp4(groups / scale) for scale in scales]
     errors = [
         ordered_sum(torch.addcmul(groups, value, scale, value=-1).square_())
@@ -158,10 +159,10 @@ def _codes_of_fp4(values: torch.Tensor) -> torch.Tensor:
 
 
 def _round_nf4(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
-    table = torch.tensor(NF4)
+    table = torch.tensor(NF4, device=groups.device)
     scale = torch.where(largest == 0, torch.ones_like(largest), largest)
     x = groups / scale
-    codes = torch.zeros(x.shape, dtype=torch.int8)
+    codes = torch.zeros_like(x, dtype=torch.int8)
     # Comparisons of a part in the L2 cache are faster than `torch.bucketize`.
     for border in ((table[1:] + table[:-1]) / 2).tolist():
         codes += (x > border).view(torch.int8)

@@ -39,7 +39,10 @@ def quantize_weight(
         ValueError: a weight is not finite.
     """
     rows, columns = weight.shape
-    q, scale = out or (torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, columns // group_size))
+    q, scale = out or (
+        weight.new_empty(rows, columns, dtype=torch.int8),
+        weight.new_empty(rows, columns // group_size, dtype=torch.float32),
+    )
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
     signal = noise = 0.0
     for start in range(0, rows, step):

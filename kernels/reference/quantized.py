@@ -14,6 +14,7 @@ from llm.kernels.weight import Weight
 _EXACT_K = 1024
 # Weights are converted to float32 this many elements at a time, so that the copy stays in the cache.
 _WIDEN_ELEMENTS = 1 << 20
+_WIDEN_ON_DEVICE = 1 << 26
 
 
 def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +39,7 @@ def int_matmul(q: torch.Tensor, weight: Weight, start: int = 0, end: int | None 
     """sum over k in [start, end) of q[m, k] * w[n, k], exact in int32; q int8 [M, K] -> [M, N]."""
     end = weight.k if end is None else end
     out = q.new_zeros(q.shape[0], weight.n, dtype=torch.int32)
-    step = rows_at_once(weight.k)
+    step = rows_at_once(weight.k, q.device)
     for row in range(0, weight.n, step):
         w = weight.integers(row, min(row + step, weight.n))
         for k in range(start, end, _EXACT_K):
@@ -52,9 +53,10 @@ def row_sums(weight: Weight) -> torch.Tensor:
     return weight.integers(0, weight.n).sum(dim=1, dtype=torch.int32)
 
 
-def rows_at_once(columns: int) -> int:
+def rows_at_once(columns: int, device: torch.device) -> int:
     """Rows of a weight that are converted to float32 at a time."""
-    return max(1, _WIDEN_ELEMENTS // max(1, columns))
+    most = _WIDEN_ELEMENTS if device.type == "cpu" else _WIDEN_ON_DEVICE
+    return max(1, most // max(1, columns))
 
 
 def _to_int8(x: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,11 @@ LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 def quantize_heads(
     x: torch.Tensor, dtype: torch.dtype, static: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x float32 [N, kv_heads, size] -> (codes of `dtype`, scales bfloat16 [N, kv_heads]).
+    """x float [N, kv_heads, size] -> (codes of `dtype`, scales bfloat16 [N, kv_heads]).
 
     static: float32 [2, kv_heads, size], scales and offsets of channels.
     """
+    x = x.float()
     largest = x.abs().amax(dim=-1)
     finite = largest.isfinite()
     if static is None:

@@ -26,13 +26,14 @@ class StateRow:
 
 def state_rows(metadata: RecurrentMetadata, num_slots: int) -> Iterator[StateRow]:
     """IndexError: no such slot."""
-    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    host = metadata.on_host()
+    starts, lengths = host.starts, host.lengths
     ends = starts[1:]
-    if metadata.counts is not None:
-        ends = [start + count for start, count in zip(starts, metadata.counts.tolist(), strict=False)]
+    if host.counts is not None:
+        ends = [start + count for start, count in zip(starts, host.counts, strict=False)]
     counts = [end - start for start, end in zip(starts, ends, strict=False)]
-    stored = counts if metadata.stored is None else metadata.stored.tolist()
-    for row, slot in enumerate(metadata.slots.tolist()):
+    stored = counts if host.stored is None else host.stored
+    for row, slot in enumerate(host.slots):
         if not 0 <= slot < num_slots:
             raise IndexError(f"slot {slot} does not exist: there are {num_slots}")
         if counts[row]:

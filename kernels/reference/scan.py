@@ -1,7 +1,8 @@
 """State-space recurrences: the selective scan of Mamba (arXiv:2312.00752) and that of Mamba 2 (arXiv:2405.21060).
 
 Both run over the tokens of a batch row in order, whatever part of them a step has: the state after a token does not
-depend on how the row was split over steps.
+depend on how the row was split over steps. What the tokens have may be of any float type: it is computed in float32,
+and the result is of the type of x.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ def selective_scan(
     Raises:
         IndexError: a row's slot does not exist.
     """
+    dtype, gate = x.dtype, None if gate is None else gate.float()
+    x, dt, b, c = (item.float() for item in (x, dt, b, c))
     check_selective_scan(x, dt, a, b, c, d, dt_bias, gate, state)
-    out = torch.empty(x.shape)
+    out = torch.empty_like(x)
     dt = F.softplus(dt if dt_bias is None else dt + dt_bias)
     for row in state_rows(metadata, len(state)):
         current = torch.zeros_like(state[row.slot]) if row.is_new else state[row.slot].clone()
@@ -56,7 +59,7 @@ def selective_scan(
             out[token] = (c[token].unsqueeze(1) * current).sum(0) + d * x[token]
             if seen == row.stored:
                 state[row.slot] = current
-    return out if gate is None else out * F.silu(gate)
+    return (out if gate is None else out * F.silu(gate)).to(dtype)
 
 
 def mamba2_scan(
@@ -87,9 +90,11 @@ def mamba2_scan(
     Raises:
         IndexError: a row's slot does not exist.
     """
+    dtype = x.dtype
+    x, dt, b, c = (item.float() for item in (x, dt, b, c))
     check_mamba2_scan(x, dt, a, b, c, d, dt_bias, state)
     _, heads, states, channels = state.shape
-    out = torch.empty(len(x), heads, channels)
+    out = x.new_empty(len(x), heads, channels)
     dt = F.softplus(dt if dt_bias is None else dt + dt_bias).clamp(*dt_limit)
     b, c = (part.unflatten(1, (-1, states)).repeat_interleave(heads * states // part.shape[1], 1) for part in (b, c))
     x, d = x.unflatten(1, (heads, channels)), d.view(heads, -1)
@@ -102,7 +107,7 @@ def mamba2_scan(
             out[token] = (c[token].unsqueeze(2) * current).sum(1) + d * x[token]
             if seen == row.stored:
                 state[row.slot] = current
-    return out.flatten(1)
+    return out.flatten(1).to(dtype)
 
 
 def check_selective_scan(

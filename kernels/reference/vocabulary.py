@@ -50,7 +50,7 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     vocab = logits.shape[1]
     if not 1 <= k <= vocab:
         raise ValueError(f"k must be from 1 to {vocab}, got {k}")
-    if k == vocab:
+    if k == vocab or logits.device.type != "cpu":  # without a question that the host would have to wait for
         return _sorted(logits, k)
     ids = _some_largest(logits, k + 1).sort(dim=-1).values
     values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
@@ -82,6 +82,9 @@ def gather_logprobs(
     """
     values = log_softmax(logits) if normalise else logits
     chosen = values.gather(1, ids)
+    if logits.device.type != "cpu":
+        counts = [(values >= chosen[:, place, None]).sum(dim=-1) for place in range(ranked)]
+        return chosen, torch.stack(counts, dim=1)
     ranks = np.empty((len(ids), ranked), dtype=np.int64)
     for start in range(0, ranked, _RANKED_AT_ONCE):
         for line, own in enumerate(chosen[:, start : min(ranked, start + _RANKED_AT_ONCE)]):
@@ -121,6 +124,8 @@ def draw_nucleus(
         int64 [n], the tokens drawn; int64 [n], the last token kept in each row, in descending order of logits.
     """
     weights = (logits - largest.unsqueeze(1)).exp_()
+    if logits.device.type != "cpu":
+        return _draw_sorted(logits, weights.double(), top_p, uniform)
     masses = np.cumsum(block_sums(logits, largest, _BLOCK).cpu().numpy().astype(np.float64), axis=1)[:, -1]
     tokens, edges = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.int64)
     for line, (share, number) in enumerate(zip(top_p.tolist(), uniform.tolist(), strict=True)):
@@ -139,9 +144,33 @@ def cut_below_largest(logits: torch.Tensor, offset: torch.Tensor) -> torch.Tenso
 
     An offset of -inf leaves its row unchanged.
     """
-    bound = logits.amax(dim=-1) + offset
-    bound[offset == -math.inf] = -math.inf
+    bound = torch.where(offset == -math.inf, -math.inf, logits.amax(dim=-1) + offset)
     return logits.masked_fill_(logits < bound.unsqueeze(1), -math.inf)
+
+
+def _draw_sorted(
+    logits: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw_nucleus` by a sort, without reading a number of it on the host."""
+    _, order = logits.sort(dim=-1, descending=True, stable=True)
+    ordered = weights.gather(1, order)
+    before = ordered.cumsum(dim=-1) - ordered
+    kept = before < top_p[:, None] * ordered.sum(dim=-1, keepdim=True)
+    kept[:, 0] = True
+    edges = order.gather(1, kept.sum(dim=-1, keepdim=True) - 1).squeeze(1)
+    mass = torch.zeros_like(weights).scatter_(1, order, torch.where(kept, ordered, 0.0))
+    return draw_in_order(mass, uniform), edges
+
+
+def draw_in_order(mass: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The first column at which the sum of `mass` float64 [n, m] exceeds `uniform` float64 [n] times its total; int64
+    [n]. Columns without mass are never drawn."""
+    cumulative = mass.cumsum(dim=-1)
+    picked = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(dim=-1)
+    # Rounding can put the target past the last column with mass.
+    columns = torch.arange(mass.shape[1], device=mass.device)
+    last = torch.where(mass > 0, columns, 0).amax(dim=-1)
+    return torch.minimum(picked, last)
 
 
 def _nucleus(values: np.ndarray, weights: np.ndarray, top_p: float, mass: float) -> np.ndarray:

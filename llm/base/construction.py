@@ -45,6 +45,7 @@ _IN_MEMORY = WeightPlace()
 class Construction:
     """The settings that constructors read. `platform` None: an operation constructed outside of an LLM.
 
+    `activations`: the type that embeddings give, and that every layer's result has.
     `may_round`: GEMMs with bfloat16 weights may round their activations to bfloat16 where that is faster.
     `weights`: where packed weights are kept; `WeightFile` moves those into a file that memory has no room for.
     `scratch`: for what is packed and then gone. It lives as long as a constructor's object refers to it.
@@ -55,6 +56,13 @@ class Construction:
     may_round: bool = False
     weights: WeightPlace = _IN_MEMORY
     scratch: Scratch | None = None
+    activations: torch.dtype = torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights are made: the platform's, and "meta" where a model is built for its shapes alone."""
+        default = torch.get_default_device()
+        return default if self.platform is None or default.type == "meta" else self.platform.device
 
 
 # The one exception to "no module state": it is set only inside `constructing_for`, and a constructor reads it once.
@@ -68,11 +76,11 @@ def constructing_for(
     *,
     may_round: bool = False,
     weights: WeightPlace | None = None,
+    activations: torch.dtype = torch.float32,
 ) -> Iterator[None]:
     """Operations constructed inside this context are bound for `platform`; those outside, to `forward_native`."""
-    token = _construction.set(
-        Construction(platform, compilation or CompilationConfig(), may_round, weights or _IN_MEMORY, Scratch())
-    )
+    own = compilation or CompilationConfig(), may_round, weights or _IN_MEMORY, Scratch(), activations
+    token = _construction.set(Construction(platform, *own))
     try:
         yield
     finally:

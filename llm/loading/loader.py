@@ -102,7 +102,11 @@ def load_dummy_weights(model: nn.Module, seed: int, *, pack_early: bool = False)
         leaf = name.rpartition(".")[2]
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        _fill_dummy(parameter, leaf, generator)
+        is_elsewhere = parameter.device.type not in ("cpu", "meta")
+        filled = torch.empty_like(parameter, device="cpu") if is_elsewhere else parameter
+        _fill_dummy(filled, leaf, generator)
+        if is_elsewhere:
+            parameter.data.copy_(filled)
         parameter.elements_loaded = sizes[name]  # type: ignore[attr-defined]
         if pack_early:
             early.filled(name, sizes)
@@ -113,11 +117,11 @@ def _is_made(name: str, parameter: nn.Parameter) -> bool:
     return not getattr(parameter, "optional", False) or name.rpartition(".")[2] in _DUMMY_OPTIONAL
 
 
-def _fill_dummy(parameter: nn.Parameter, leaf: str, generator: torch.Generator) -> None:
+def _fill_dummy(parameter: torch.Tensor, leaf: str, generator: torch.Generator) -> None:
     """A weight that is quantized on load is a meta tensor: it is filled through its loader, as from a file."""
     if parameter.is_meta:
-        data = torch.empty(parameter.shape, dtype=parameter.dtype)
-        loader: Callable[[nn.Parameter, torch.Tensor, None], int] = getattr(parameter, "weight_loader", copy_whole)
+        data = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        loader: Callable[..., int] = getattr(parameter, "weight_loader", copy_whole)
         loader(parameter, data.normal_(0.0, _DUMMY_STD, generator=generator), None)
     elif parameter.dtype == torch.uint8:
         # Two codes of 4 bits, and exponents counted from 127.
@@ -363,4 +367,4 @@ class EarlyPacking:
         left = set(map(id, layer.module.parameters(recurse=False)))
         for parameter in layer.parameters.values():
             if id(parameter) not in left and not parameter.is_meta:
-                parameter.data = torch.empty(0, dtype=parameter.dtype)  # the loader refers to it until the end
+                parameter.data = parameter.data.new_empty(0)  # the loader refers to it until the end

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from llm.engine.step import NewRow, PoolingRow, SchedulerOutput
-from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
+from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata, StateNumbers
 from llm.sampling.logits_processors.interface import AddedRequest, BatchUpdate, BatchUpdateBuilder, MoveDirectionality
 from llm.sampling.sampler import SamplingRows
 from llm.sampling_params import SamplingParams
@@ -251,7 +251,7 @@ class InputBatch:
                 own = np.zeros(len(self.request_ids), dtype=np.int64)
                 own[step.logit_rows.sampled_rows] = step.logit_rows.num_drafts()
                 accepted = own[step.rows] + self.num_computed[step.rows] - step.recurrent.seq_lens_list
-                step.recurrent.store_accepted(self._upload(np.maximum(0, accepted).astype(np.int32)))
+                step.recurrent.store_accepted(np.maximum(0, accepted).astype(np.int32), self._upload)
 
     def clear(self) -> None:
         """Remove every row, even after an interrupted update."""
@@ -347,14 +347,19 @@ class InputBatch:
         drafts: dict[str, list[int]],
     ) -> RecurrentMetadata:
         own = [len(drafts.get(self.request_ids[row], ())) for row in rows.tolist()] if drafts else []
-        return RecurrentMetadata(
-            slots=self._upload(self.slots[rows]),
-            query_start_loc=self._upload(_starts(ends)),
+        slots, starts, stored = self.slots[rows], _starts(ends), (counts - own).astype(np.int32) if own else None
+        metadata = RecurrentMetadata(
+            slots=self._upload(slots),
+            query_start_loc=self._upload(starts),
             seq_lens=self._upload(lengths.astype(np.int32)),
             query_lens_list=counts.tolist(),
             seq_lens_list=lengths.tolist(),
-            stored=self._upload((counts - own).astype(np.int32)) if own else None,
+            stored=None if stored is None else self._upload(stored),
         )
+        if not self._shares_memory:
+            listed = None if stored is None else stored.tolist()
+            metadata.host = StateNumbers(slots.tolist(), starts.tolist(), metadata.seq_lens_list, None, listed)
+        return metadata
 
     def _add(self, new: NewRow) -> None:
         """Add a row in the lowest gap, or else at the end."""

@@ -29,7 +29,7 @@ from llm.runner.batch import Drafts, InputBatch, LogitRows
 from llm.runner.recorded import Scores
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, select_lines
-from llm.sampling.sampler import Sampler, SamplerOutput
+from llm.sampling.sampler import Pending, Sampler, SamplerOutput
 
 _MANY = 2**31  # more logprobs than any vocabulary has tokens
 
@@ -176,13 +176,20 @@ class LogitRowReader:
                     return _Sampled(tokens)
         size = len(rows) if processors is not None else self.logit_rows_at_once
         outputs = positions + 1 - batch.num_prompt_tokens[rows]
-        sampled = _Sampled()
+        sampled, backend = _Sampled(), self.sampler.backend
+        pending: list[Pending] = []
         for start in range(0, len(rows), size or 1):
             part = slice(start, start + size)
             own = source if len(rows) <= size else source[part]
             logits = own if has_logits else self.compute_logits(own, rows[part])
-            found = self.sampler(logits, batch.sampling, rows[part], outputs[part], processors, len(batch.request_ids))
-            sampled.add(start, found)
+            of_part = rows[part], outputs[part], processors, len(batch.request_ids)
+            if backend.shares_host_memory:
+                sampled.add(start, self.sampler(logits, batch.sampling, *of_part))
+            else:
+                pending.append(self.sampler.start(logits, batch.sampling, *of_part))
+        arrays = iter(backend.download(*(tensor for item in pending for tensor in item.tensors)) if pending else ())
+        for index, item in enumerate(pending):
+            sampled.add(index * size, item.finish([next(arrays) for _ in item.tensors]))
         return sampled
 
     def _take(self, rows: np.ndarray, sampled: _Sampled, result: RunnerOutput) -> None:
@@ -214,14 +221,16 @@ class LogitRowReader:
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             logits = self.compute_logits(hidden[part], rows[part])
-            chosen = torch.from_numpy(tokens[part]).to(logits.device)
+            chosen = self.sampler.backend.upload(tokens[part])
             found += self.sampler.gather_logprobs(logits, chosen, counts[part], {})
             asked = self._asked_of_prompts(rows[part], positions[part])
             if asked:
                 lines = np.array(list(asked))
                 known = {index: [max(token, 0) for token in ids] for index, ids in enumerate(asked.values())}
+                own_tokens = select_lines(chosen, lines, self.sampler.backend)
                 gathered = self.sampler.gather_logprobs(
-                    select_lines(logits, lines), chosen[lines], np.zeros(len(lines), dtype=np.int64), known
+                    select_lines(logits, lines, self.sampler.backend),
+                    *(own_tokens, np.zeros(len(lines), dtype=np.int64), known),
                 )
                 for (line, ids), own in zip(asked.items(), gathered, strict=True):
                     values = zip(ids, own.logprobs[1:], strict=True)

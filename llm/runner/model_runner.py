@@ -167,7 +167,6 @@ class ModelRunner:
                 result.draft_token_ids = propose(
                     self.proposer, self.batch, step, hidden, result, self._vocab_size, seconds
                 )
-            self.platform.synchronize()
             result.model_seconds = perf_counter() - started
             return result
 
@@ -205,7 +204,7 @@ class ModelRunner:
     # --- What a platform's runner may override. ---
 
     def place_model(self, model: Any) -> Any:
-        """Move the model, whose weights are loaded and processed in CPU memory, to the platform's device."""
+        """Move to the platform's device what is not there: matrices were made there, and filled as they were read."""
         device = self.platform.device
         return model if device.type == "cpu" else model.to(device)
 
@@ -567,7 +566,10 @@ def weight_file(plan: RunnerPlan, platform: Platform) -> WeightFile | None:
 def constructing(plan: RunnerPlan, platform: Platform, file: WeightFile | None = None) -> AbstractContextManager[None]:
     """Layers constructed inside this context are bound as those of the plan's model."""
     may_round = plan.store_as is torch.bfloat16
-    return constructing_for(platform, plan.config.compilation_config, may_round=may_round, weights=file)
+    dtype = plan.config.model_config.dtype
+    return constructing_for(
+        platform, plan.config.compilation_config, may_round=may_round, weights=file, activations=dtype
+    )
 
 
 def build_model(plan: RunnerPlan, platform: Platform, file: WeightFile | None = None) -> Any:
@@ -600,12 +602,14 @@ def fill_model(
 ) -> Mapping[str, Target]:
     """Load the weights or make random ones. Returns the target of each checkpoint tensor, empty for random weights."""
     adapter = None if plan.merge_lora is None else AdapterFolder(plan.merge_lora)
+    # What is packed goes to the device, or to the file: the host's memory holds one layer.
+    packs_early = file is not None or platform.device.type != "cpu"
     try:
         if not plan.has_weights:
             if file is None:
                 _check_dummy_weights_fit(model, platform.memory_free())
             with _told_of_memory():
-                load_dummy_weights(model, plan.config.model_config.seed, pack_early=file is not None)
+                load_dummy_weights(model, plan.config.model_config.seed, pack_early=packs_early)
             return {}
         tensors = plan.source.tensors()
         return load_weights(
@@ -614,7 +618,7 @@ def fill_model(
             show_progress=plan.show_progress,
             quant_config=plan.config.quant_config,
             store_as=plan.store_as,
-            pack_early=file is not None,
+            pack_early=packs_early,
         )
     finally:
         if adapter is not None:

@@ -16,6 +16,7 @@ import torch
 
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import REFERENCE
+from llm.kernels.reference.vocabulary import draw_in_order
 from llm.sampling.logprobs import select_lines
 
 # Tokens of the vocabulary that are summed as one block.
@@ -66,7 +67,11 @@ def draw_rows(
         if not len(lines):
             continue
         rows = _Rows(
-            select_lines(logits, lines), select_lines(largest, lines), top_k[lines], top_p[lines], uniform[lines]
+            select_lines(logits, lines, backend),
+            select_lines(largest, lines, backend),
+            top_k[lines],
+            top_p[lines],
+            uniform[lines],
         )
         keep = [index for index, line in enumerate(lines.tolist()) if line in wanted]
         tokens, kept = draw(rows, keep, backend)
@@ -137,8 +142,7 @@ def _largest(values: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) 
 
 def _draw_nucleus(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
     """Lines with top_p and no top_k: all at once."""
-    device = rows.logits.device
-    numbers = (torch.from_numpy(array).to(device) for array in (rows.top_p, rows.uniform))
+    numbers = (backend.upload(array) for array in (rows.top_p, rows.uniform))
     tokens, edges = (found.cpu().numpy() for found in backend.ops.draw_nucleus(rows.logits, rows.largest, *numbers))
     kept = {}
     for line in keep:
@@ -180,6 +184,99 @@ def _without_infinity(logits: torch.Tensor, largest: torch.Tensor) -> tuple[torc
         return logits, largest
     forced = torch.where(logits == math.inf, 0.0, -math.inf)
     return torch.where(infinite.unsqueeze(1), forced, logits), largest.masked_fill(infinite, 0.0)
+
+
+def draw_on_device(
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    uniform: np.ndarray,
+    keeps: bool,
+    backend: Backend,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`draw_rows` on a device, which the host does not wait for: the same cuts, in the same order, of the same sums.
+
+    Returns:
+        int64 [n], the tokens; of a line without a token, or with a NaN, some id. bool [n, vocab], the ids that were
+        drawn among; None unless `keeps`.
+    """
+    infinite = (largest == math.inf)[:, None]
+    logits = torch.where(infinite, torch.where(logits == math.inf, 0.0, -math.inf), logits)
+    largest = torch.where(infinite[:, 0], 0.0, largest)
+    vocab = logits.shape[1]
+    wide = np.float32 if logits.device.type == "mps" else np.float64  # which has no float64
+    cut_k = (top_k > 0) & (top_k < vocab)
+    kinds = cut_k, ~cut_k & (top_p < 1.0), ~cut_k & (top_p >= 1.0)
+    tokens = torch.zeros_like(largest, dtype=torch.int64)
+    kept = torch.zeros_like(logits, dtype=torch.bool) if keeps else None
+    for lines, draw in zip(map(np.flatnonzero, kinds), (_draw_top, _draw_share, _draw_all), strict=True):
+        if not len(lines):
+            continue
+        own, highest = (select_lines(part, lines, backend) for part in (logits, largest))
+        shares, numbers = (backend.upload(part[lines].astype(wide)) for part in (top_p, uniform))
+        cuts = backend.upload(top_k[lines]), shares, numbers, int(top_k[lines].max())
+        found, mask = draw(own, highest, *cuts, backend)
+        place = backend.upload(lines)
+        tokens.index_copy_(0, place, found)
+        if kept is not None:
+            kept.index_copy_(0, place, mask)
+    return tokens, kept
+
+
+def _draw_top(
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    uniform: torch.Tensor,
+    most: int,
+    backend: Backend,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lines with a top_k. Up to `_TOPK_LIMIT` candidates are in order of likelihood, more of them in order of id."""
+    values, ids = backend.ops.top_k(logits, most)
+    rank = torch.arange(most, device=logits.device)
+    weights = (values - values[:, :1]).to(uniform.dtype).exp()
+    weights = torch.where(rank < top_k[:, None], weights, 0.0)
+    cumulative = weights.cumsum(dim=-1)
+    kept = (cumulative - weights < top_p[:, None] * cumulative[:, -1:]) & (weights > 0)
+    weights = torch.where(kept, weights, 0.0)
+    few = ids.gather(1, draw_in_order(weights, uniform)[:, None]).squeeze(1)
+    mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, kept)
+    if most <= _TOPK_LIMIT:
+        return few, mask
+    mass = torch.zeros_like(logits, dtype=uniform.dtype).scatter_(1, ids, weights)
+    return torch.where(top_k <= _TOPK_LIMIT, few, draw_in_order(mass, uniform)), mask
+
+
+def _draw_share(
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    uniform: torch.Tensor,
+    most: int,
+    backend: Backend,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lines with top_p and no top_k."""
+    tokens, edges = backend.ops.draw_nucleus(logits, largest, top_p, uniform)
+    edge = logits.gather(1, edges[:, None])
+    before = torch.arange(logits.shape[1], device=logits.device) <= edges[:, None]
+    return tokens, (logits > edge) | ((logits == edge) & before)
+
+
+def _draw_all(
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    uniform: torch.Tensor,
+    most: int,
+    backend: Backend,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lines without a cut."""
+    mass = (logits - largest[:, None]).exp_().to(uniform.dtype)
+    return draw_in_order(mass, uniform), torch.ones_like(logits, dtype=torch.bool)
 
 
 _MULTIPLIER = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))

@@ -22,7 +22,7 @@ or one is NaN), or if its own processor raised.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -32,9 +32,16 @@ import torch
 from llm.errors import SamplingError
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import REFERENCE
-from llm.sampling.draw import draw_rows, uniform
+from llm.sampling.draw import draw_on_device, draw_rows, uniform
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
-from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, gather_logprobs, select_lines
+from llm.sampling.logprobs import (
+    NO_LOGPROBS,
+    TokenLogprobs,
+    compute_logprobs,
+    gather_logprobs,
+    read_logprobs,
+    select_lines,
+)
 from llm.sampling_params import MIN_TEMPERATURE, SamplingParams
 
 _INT64_MAX = 2**63 - 1
@@ -100,6 +107,14 @@ class SamplerOutput:
     errors: dict[int, Exception] = field(default_factory=dict)
 
 
+@dataclass
+class Pending:
+    """A sampler's output that is still on the device: the tensors to read, and what makes it of their values."""
+
+    tensors: list[torch.Tensor]
+    finish: Callable[[Sequence[np.ndarray]], SamplerOutput]
+
+
 class Sampler:
     """Args:
     logprobs_mode: raw or processed x logprobs or logits, see `llm.sampling.logprobs.MODES`.
@@ -116,9 +131,10 @@ class Sampler:
 
         None: a row does, or a line has no token.
         """
-        if params.demanding or not all(value > -math.inf for value in largest.tolist()):
+        if params.demanding:
             return None
-        return tokens.tolist()
+        values, ids = self.backend.download(largest, tokens)
+        return ids.tolist() if all(value > -math.inf for value in values.tolist()) else None
 
     def __call__(
         self,
@@ -139,8 +155,23 @@ class Sampler:
             processors: None if all are idle.
             batch_size: number of batch rows, for the processors.
         """
+        if not self.backend.shares_host_memory:
+            pending = self.start(logits, params, rows, outputs, processors, batch_size)
+            return pending.finish(self.backend.download(*pending.tensors))
         step = _Step(self, params, rows, outputs, processors, batch_size)
         return step.run(logits.float())
+
+    def start(
+        self,
+        logits: torch.Tensor,
+        params: SamplingRows,
+        rows: np.ndarray,
+        outputs: np.ndarray,
+        processors: LogitsProcessors | None = None,
+        batch_size: int = 0,
+    ) -> Pending:
+        """The same on a device, which nobody waits for."""
+        return _DeviceStep(self, params, rows, outputs, processors, batch_size).start(logits.float())
 
 
 @dataclass
@@ -203,9 +234,9 @@ class _Step:
         late = self.processors is not None and any(not item.is_idle() for item in self.processors.argmax_invariant)
         if not late:
             random = self._without_errors(random)
-            logits, largest = select_lines(logits, random), select_lines(largest, random)
+            logits, largest = self._lines(logits, random), self._lines(largest, random)
         temperature = self.params.temperature[self.rows if late else self.rows[random]]
-        divisor = torch.from_numpy(np.where(temperature > 0, temperature, np.float32(1.0))).to(logits.device)
+        divisor = self.sampler.backend.upload(np.where(temperature > 0, temperature, np.float32(1.0)))
         logits = logits.div_(divisor.unsqueeze(1))
         if not late:
             # Division is monotonic, so the largest quotient is the quotient of the largest.
@@ -213,7 +244,10 @@ class _Step:
         logits = self._apply("argmax_invariant", logits)
         largest, _ = self._argmax(logits)
         random = self._without_errors(random)
-        return select_lines(logits, random), select_lines(largest, random), random
+        return self._lines(logits, random), self._lines(largest, random), random
+
+    def _lines(self, tensor: torch.Tensor, lines: np.ndarray) -> torch.Tensor:
+        return select_lines(tensor, lines, self.sampler.backend)
 
     def _without_errors(self, lines: np.ndarray) -> np.ndarray:
         return lines if not self.errors else lines[[line not in self.errors for line in lines.tolist()]]
@@ -227,16 +261,19 @@ class _Step:
     def _argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(largest logit, its token) of each line; lines without a token are recorded in `errors`."""
         largest, tokens = self.sampler.backend.ops.argmax(logits)
-        for line, value in enumerate(largest.tolist()):
+        self._check(largest.tolist())
+        return largest, tokens
+
+    def _check(self, largest: list[float]) -> None:
+        for line, value in enumerate(largest):
             if not value > -math.inf:
                 self.errors.setdefault(line, SamplingError(_NAN if math.isnan(value) else _ALL_BARRED))
-        return largest, tokens
 
     def _report(self, lines: np.ndarray, logits: torch.Tensor, overwritten: bool) -> None:
         """Record logits to take logprobs of. `overwritten`: True if later steps may overwrite `logits`."""
         if not len(lines):
             return
-        own = select_lines(logits, lines)
+        own = self._lines(logits, lines)
         self.reported.append((lines, own.clone() if overwritten and own is logits else own))
 
     def _gather(self, tokens: torch.Tensor) -> dict[int, TokenLogprobs]:
@@ -245,9 +282,81 @@ class _Step:
         for lines, logits in self.reported:
             rows = self.rows[lines]
             asked = {index: ids_of[row] for index, row in enumerate(rows.tolist()) if row in ids_of}
-            own = self.sampler.gather_logprobs(logits, select_lines(tokens, lines), self.params.logprobs[rows], asked)
+            own = self.sampler.gather_logprobs(logits, self._lines(tokens, lines), self.params.logprobs[rows], asked)
             gathered.update(zip(lines.tolist(), own, strict=True))
         return {line: own for line, own in gathered.items() if line not in self.errors}
+
+
+@dataclass
+class _DeviceStep(_Step):
+    """The same steps, queued on a device: what they give is read once, when all of it is known.
+
+    Attributes:
+        checked: largest logits [L], of lines that have an error if they have no token.
+    """
+
+    checked: list[torch.Tensor] = field(default_factory=list)
+
+    def start(self, logits: torch.Tensor) -> Pending:
+        temperature = self.params.temperature[self.rows]
+        asks = self.params.logprobs[self.rows] != NO_LOGPROBS
+        raw = self.sampler.logprobs_mode.startswith("raw")
+        draws = bool((temperature > 0).any())
+        logits = self._apply("grammar", logits)
+        if raw:
+            self._report(np.flatnonzero(asks), logits, draws or self.processors is not None)
+        logits = self._apply("non_argmax_invariant", logits)
+        largest, tokens = self._argmax(logits)
+        if not raw:
+            self._report(np.flatnonzero(asks & (temperature == 0)), logits, draws)
+        if draws:
+            random = np.flatnonzero(temperature > 0)
+            wanted = np.flatnonzero(asks & (temperature > 0)) if not raw else random[:0]
+            tokens = self._drawn(logits, largest, random, tokens, wanted)
+        backend, ids_of, computed = self.sampler.backend, self.params.logprob_token_ids, []
+        normalise = self.sampler.logprobs_mode.endswith("logprobs")
+        for lines, own in self.reported:
+            rows = self.rows[lines]
+            asked = {index: ids_of[row] for index, row in enumerate(rows.tolist()) if row in ids_of}
+            of_lines = self._lines(tokens, lines), self.params.logprobs[rows]
+            computed.append((lines, compute_logprobs(own, *of_lines, asked, normalise, backend)))
+        gathered = [tensor for _, parts in computed for part in parts for tensor in part.tensors]
+
+        def finish(arrays: Sequence[np.ndarray]) -> SamplerOutput:
+            start = 1 + len(self.checked)
+            for values in arrays[1:start]:
+                self._check(values.tolist())
+            logprobs: dict[int, TokenLogprobs] = {}
+            for lines, parts in computed:
+                end = start + 3 * len(parts)
+                logprobs.update(zip(lines.tolist(), read_logprobs(len(lines), parts, arrays[start:end]), strict=True))
+                start = end
+            good = {line: own for line, own in logprobs.items() if line not in self.errors}
+            return SamplerOutput(torch.from_numpy(arrays[0]), good, self.errors)
+
+        return Pending([tokens, *self.checked, *gathered], finish)
+
+    def _argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        largest, tokens = self.sampler.backend.ops.argmax(logits)
+        self.checked.append(largest)
+        return largest, tokens
+
+    def _drawn(
+        self, logits: torch.Tensor, largest: torch.Tensor, random: np.ndarray, tokens: torch.Tensor, wanted: np.ndarray
+    ) -> torch.Tensor:
+        """Steps 9 to 13: the tokens, with those of the lines of `random`. `wanted`: those that have processed
+        logprobs."""
+        backend = self.sampler.backend
+        logits, largest, random = self._warm(logits, largest, random)
+        rows = self.rows[random]
+        numbers = uniform(self.params.seed[rows], self.params.sample_index[rows], self.outputs[random])
+        cuts = self.params.top_k[rows], self.params.top_p[rows]
+        wanted = np.flatnonzero(np.isin(random, wanted))
+        drawn, kept = draw_on_device(logits, largest, *cuts, numbers, len(wanted) > 0, backend)
+        if kept is not None:
+            among = logits.masked_fill(~kept, -math.inf)
+            self.reported.append((random[wanted], self._lines(among, wanted)))
+        return tokens.index_copy(0, backend.upload(random), drawn)
 
 
 def _index(lines: np.ndarray, like: torch.Tensor) -> torch.Tensor:
@@ -278,5 +387,19 @@ class ForcedSampler(Sampler):
         batch_size: int = 0,
     ) -> SamplerOutput:
         found = super().__call__(logits, params, rows, outputs, processors, batch_size)
-        forced = self._answer[np.minimum(outputs, len(self._answer) - 1)]
-        return replace(found, tokens=torch.from_numpy(forced).to(found.tokens.device))
+        return found if not self.backend.shares_host_memory else self._forced(found, outputs)
+
+    def start(
+        self,
+        logits: torch.Tensor,
+        params: SamplingRows,
+        rows: np.ndarray,
+        outputs: np.ndarray,
+        processors: LogitsProcessors | None = None,
+        batch_size: int = 0,
+    ) -> Pending:
+        pending = super().start(logits, params, rows, outputs, processors, batch_size)
+        return Pending(pending.tensors, lambda arrays: self._forced(pending.finish(arrays), outputs))
+
+    def _forced(self, found: SamplerOutput, outputs: np.ndarray) -> SamplerOutput:
+        return replace(found, tokens=torch.from_numpy(self._answer[np.minimum(outputs, len(self._answer) - 1)]))

@@ -165,8 +165,18 @@ def _add_notes(reasons: dict[str, str], args: EngineArgs, model: ReadModel, memo
 
 
 def choose_dtypes(args: EngineArgs, model: ReadModel, platform: Platform) -> Dtypes:
-    """A `dtype` that the platform does not compute in is only the type of the weights."""
+    """A `dtype` that the platform does not compute in is only the type of the weights.
+
+    Where it computes in several, activations are of its preferred type, or of the weights' if both have 16 bits; and
+    matrices are stored in the type of the activations.
+    """
     computes_in = supported_dtypes(platform)
+    if len(computes_in) > 1:
+        own, stored = computes_in[0], model.stored_dtype
+        if own.itemsize == stored.itemsize == 2 and stored in computes_in:
+            own = stored
+        dtype, _ = resolve_dtype("dtype", args.dtype, own, computes_in)
+        return Dtypes(dtype, dtype, None if dtype == model.stored_dtype else dtype)
     dtype, _ = resolve_dtype("dtype", args.dtype, computes_in[0], tuple({*computes_in, *DTYPES.values()}))
     if dtype in computes_in:
         return Dtypes(dtype, model.stored_dtype, None)
@@ -274,7 +284,7 @@ def _reasons(
     """Field name -> why it has its value, for the fields that need no arithmetic."""
     return {
         "dtype": _dtype_reason(args, model, dtypes, backend),
-        "weight_dtype": _weight_dtype_reason(args, model, dtypes),
+        "weight_dtype": _weight_dtype_reason(args, model, dtypes, backend),
         "invariant": backend.invariant[1],
         "model_type": "config.json",
         "architecture": _architecture_reason(model),
@@ -300,6 +310,8 @@ def _architecture_reason(model: ReadModel) -> str:
 
 
 def _dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes, backend: Backend) -> str:
+    if backend.device.type != "cpu":
+        return f"{args.dtype}; activations are {str(dtypes.compute).removeprefix('torch.')}, sums and logits float32"
     if dtypes.store_as is torch.bfloat16 and backend.rounds_bf16_inputs:
         return f"{args.dtype}; matrix products read activations rounded to bfloat16, everything else is float32"
     exact = f"{args.dtype}; activations and accumulation are float32 on a CPU"
@@ -314,8 +326,10 @@ def _mode_reason(args: EngineArgs, compilation: CompilationConfig) -> str:
     return "operations that are off are compiled one by one" if compilation.compiles else "nothing is compiled"
 
 
-def _weight_dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes) -> str:
+def _weight_dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes, backend: Backend) -> str:
     merged = "" if args.merge_lora is None else f"; the adapter {args.merge_lora} is added"
+    if dtypes.store_as and backend.device.type != "cpu":
+        return f"matrices that are not quantized have the activations' type{merged}"
     if dtypes.store_as:
         return f"asked for by dtype={args.dtype}: a CPU stores matrices in it and adds in float32{merged}"
     return f"as the checkpoint stores them{merged}" if model.has_weights else "config.json"

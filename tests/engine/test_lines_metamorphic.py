@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from drafts import KINDS, Answers, FakeProposer, Recorder, drafting, fake, key_of
 from embedded import engine_of
 from test_metamorphic import PREEMPTED, SETTINGS, Case, check_orders, generate
@@ -92,9 +92,10 @@ def test_a_state_of_other_tokens_is_seen(recurrent: DraftedCase, monkeypatch: py
     """The controls: a state sees rejected drafts, or no accepted ones, or one token more than was accepted."""
     store = RecurrentMetadata.store_accepted
 
-    def planted_store(self: RecurrentMetadata, accepted: torch.Tensor) -> None:
+    def planted_store(self: RecurrentMetadata, accepted: np.ndarray, upload: Any) -> None:
         if planted == "late" and self.stored is not None:
-            store(self, torch.minimum(accepted + 1, self.query_start_loc.diff() - self.stored))
+            most = self.query_start_loc.diff() - self.stored
+            store(self, np.minimum(accepted + 1, most.numpy()), upload)
 
     monkeypatch.setattr(RecurrentMetadata, "store_accepted", planted_store)
     if planted == "rejected":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from embedded import engine_of, open_llm, run
-from pretend_device import DEVICE, PINNED, OnDevice, PretendPlatform, pretend_device
+from pretend_device import DEVICE, OnDevice, PretendPlatform, pretend_device
 
 import llm.platforms
 from llm import LLM, SamplingParams
@@ -65,14 +65,14 @@ def answers(opened: LLM) -> tuple[list[list[int]], torch.Tensor]:
 def test_a_model_on_another_device_gives_the_same_answers(
     pretend: str, monkeypatch: pytest.MonkeyPatch, quantization: Any, most: float
 ) -> None:
-    with open_llm(device=pretend, quantization=quantization) as opened:
+    with open_llm(device=pretend, dtype="float32", quantization=quantization) as opened:
         runner = engine_of(opened).runner
         states = [tensor for state in runner.states for tensor in state]
         placed = [*runner.model.parameters(), *runner.model.buffers(), *states]
         assert placed and all(isinstance(tensor, OnDevice) for tensor in placed)
         tokens, logprobs = answers(opened)
     monkeypatch.setenv("LLM_CPU_ISA", "none")
-    with open_llm(device="cpu", quantization=quantization) as opened:
+    with open_llm(device="cpu", dtype="float32", quantization=quantization) as opened:
         expected_tokens, expected = answers(opened)
     assert tokens == expected_tokens
     torch.testing.assert_close(logprobs, expected, rtol=1e-3, atol=most)
@@ -100,7 +100,7 @@ FORGETFUL: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "batch": (Backend, "upload", on_the_cpu),
     "cache": (Backend, "kv_cache", lambda original: lambda self, shape, dtype: torch.zeros(shape, dtype=dtype)),
     "layer": (PagedAttention, "attend", lambda original: lambda self, query, *rest: original(self, query, *rest).cpu()),
-    "sampler": (sampler._Step, "run", mixing),
+    "sampler": (sampler._DeviceStep, "start", mixing),
     "processor": (builtin.MinPLogitsProcessor, "apply", mixing),
     "penalties": (PenaltiesLogitsProcessor, "_tensor", on_the_cpu),
 }
@@ -110,7 +110,10 @@ FORGETFUL: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 def test_a_tensor_without_a_device_is_seen(pretend: str, monkeypatch: pytest.MonkeyPatch, forgetful: str) -> None:
     owner, name, forget = FORGETFUL[forgetful]
     monkeypatch.setattr(owner, name, forget(getattr(owner, name)))
-    with open_llm(device=pretend) as opened, pytest.raises(RuntimeError, match="was given tensors of meta and of cpu"):
+    with (
+        open_llm(device=pretend, dtype="float32") as opened,
+        pytest.raises(RuntimeError, match="was given tensors of pretend:0 and of cpu"),
+    ):
         run(opened, PROMPTS, PARAMS)
 
 
@@ -125,6 +128,7 @@ class Asked(PretendPlatform):
 
     def synchronize(self) -> None:
         self.calls.append("synchronize")
+        super().synchronize()
 
     def is_pin_memory_available(self) -> bool:
         return True
@@ -151,14 +155,12 @@ def test_the_device_is_set_waited_for_and_copied_to(pretend: str, monkeypatch: p
 
     monkeypatch.setattr(llm.platforms, "BUILTIN", (*llm.platforms.BUILTIN, Asked))
     monkeypatch.setattr(Asked, "name", "asked")
-    PINNED.clear()
     Asked.calls.clear()
     with open_llm(device="asked", logits_processors=[Told]) as opened:
         assert Asked.calls == [0]
         run(opened, PROMPTS[:2], SamplingParams(max_tokens=3, ignore_eos=True))
     assert Asked.calls == [0, *["synchronize"] * 3]
     assert set(told) == {(DEVICE, True)}
-    assert PINNED and all(not isinstance(tensor, OnDevice) for tensor in PINNED)
 
 
 def test_a_cpu_copies_and_pins_nothing() -> None:

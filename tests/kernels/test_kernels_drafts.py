@@ -83,7 +83,7 @@ def test_a_state_sees_known_tokens_and_then_accepted_drafts(backend: str, name: 
     assert same(out, torch.cat(without_drafts(run, ops, start.clone(), [row[2] + row[3] for row in ROWS])))
     without_drafts(run, ops, expected, metadata.stored.tolist())
     assert same(state, expected)
-    metadata.store_accepted(accepted)
+    metadata.store_accepted(accepted.numpy(), torch.from_numpy)
     assert not same(state, expected)
     expected = start.clone()
     without_drafts(run, ops, expected, (metadata.stored + accepted).tolist())

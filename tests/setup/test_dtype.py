@@ -109,7 +109,9 @@ def test_the_config_says_where_rounding_is_faster(rounds: bool, found: bool, tol
     args = SimpleNamespace(dtype="auto")
     model = SimpleNamespace(quantization=SimpleNamespace(found=found))
     exact = plan.Dtypes(torch.float32, torch.bfloat16, None)
-    reason = plan._dtype_reason(args, model, exact, SimpleNamespace(rounds_bf16_inputs=rounds))
+    reason = plan._dtype_reason(
+        args, model, exact, SimpleNamespace(device=torch.device("cpu"), rounds_bf16_inputs=rounds)
+    )
     assert ("dtype='bfloat16' rounds what matrix products read" in reason) == told
     assert "activations and accumulation are float32" in reason
 

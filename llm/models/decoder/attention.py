@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from llm.base.construction import construction
 from llm.base.watch import Patchable
 from llm.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, KVCacheSpec
@@ -176,7 +177,8 @@ class DecoderAttention(Patchable):
     def _build_alibi(self, slopes: tuple[float, ...] | None, num_heads: int) -> None:
         """The slopes of this rank's heads, float32 [heads]."""
         first = self.tp.rank * num_heads
-        own = None if slopes is None else torch.tensor(slopes[first : first + num_heads], dtype=torch.float32)
+        device = construction().device
+        own = None if slopes is None else torch.tensor(slopes[first : first + num_heads], device=device)
         self.register_buffer("alibi_slopes", own, persistent=False)
 
     def _build_qk_norms(self, config: AttentionConfig, context: BuildContext) -> None:

@@ -20,7 +20,7 @@ import torch
 from llm.base.checks import check_integer, refuse
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import REFERENCE
-from llm.sampling.logits_processors.interface import BatchUpdate, LogitsProcessor, process_dict_updates
+from llm.sampling.logits_processors.interface import BatchUpdate, LogitsProcessor, process_dict_updates, to_device
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class SparseLogitsProcessor(LogitsProcessor, Generic[T]):
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self.device = device
+        self.device, self.is_pin_memory = device, is_pin_memory
         self.rows: dict[int, T] = {}
         self.changed = True
 
@@ -64,8 +64,11 @@ class SparseLogitsProcessor(LogitsProcessor, Generic[T]):
     def places(self, ids_of: dict[int, Sequence[int]], vocab: int | None = None) -> Places:
         """Flatten row -> token ids. Ids of `vocab` and above are dropped (a config can name such an EOS)."""
         pairs = [(row, token) for row, ids in ids_of.items() for token in ids if vocab is None or token < vocab]
-        flat = torch.tensor(pairs, dtype=torch.long, device=self.device).reshape(-1, 2)
+        flat = self._tensor(np.array(pairs, dtype=np.int64).reshape(-1, 2))
         return flat[:, 0], flat[:, 1]
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(array, self.device, self.is_pin_memory)
 
 
 class AllowedTokensLogitsProcessor(SparseLogitsProcessor[list[int]]):
@@ -79,7 +82,7 @@ class AllowedTokensLogitsProcessor(SparseLogitsProcessor[list[int]]):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if self.changed:
             self._places = self.places(dict(self.rows))
-            self._rows = torch.tensor(list(self.rows), dtype=torch.long, device=self.device)
+            self._rows = self._tensor(np.array(list(self.rows), dtype=np.int64))
             self.changed = False
         kept = logits[self._places]
         logits.index_fill_(0, self._rows, -math.inf)
@@ -140,7 +143,7 @@ class LogitBiasLogitsProcessor(SparseLogitsProcessor[dict[int, float]]):
         if self.changed:
             self._places = self.places({row: list(biases) for row, biases in self.rows.items()})
             values = [value for biases in self.rows.values() for value in biases.values()]
-            self._biases = torch.tensor(values, dtype=torch.float32, device=self.device)
+            self._biases = self._tensor(np.array(values, dtype=np.float32))
             self.changed = False
         logits[self._places] += self._biases
         return logits
@@ -165,9 +168,9 @@ class MinPLogitsProcessor(SparseLogitsProcessor[float]):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if self.changed or len(self._log_min_p) != len(logits):
-            self._log_min_p = torch.full((len(logits),), -math.inf, device=self.device)
-            rows = torch.tensor(list(self.rows), dtype=torch.long, device=self.device)
-            self._log_min_p[rows] = torch.tensor(list(self.rows.values()), device=self.device).log()
+            offsets = torch.full((len(logits),), -math.inf, device="cpu")
+            offsets[list(self.rows)] = torch.tensor(list(self.rows.values()), device="cpu").log()
+            self._log_min_p = self._tensor(offsets.numpy())
             self.changed = False
         return self._cut(logits, self._log_min_p)
 
@@ -329,9 +332,6 @@ class PenaltiesLogitsProcessor(SparseLogitsProcessor[_Seen]):
         values -= presence * (counts > 0)
         logits[rows, ids] = values
         return logits
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
 
 _SIZE, _BUDGET, _END = "no_repeat_ngram_size", "max_thinking_tokens", "end_thinking_token_ids"

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 
 from llm.base.checks import refuse
@@ -187,6 +188,15 @@ class BatchUpdateBuilder:
         self._removed, self.added, self.moved = [], [], []
         self._is_sorted = False
         self.batch_changed = False
+
+
+def to_device(array: np.ndarray, device: torch.device, is_pin_memory: bool) -> torch.Tensor:
+    """The array as a tensor on the device; with pinned memory the host goes on meanwhile. On a CPU nothing is copied
+    that is contiguous."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
+    return (tensor.pin_memory() if is_pin_memory else tensor).to(device, non_blocking=is_pin_memory)
 
 
 def process_dict_updates(

@@ -183,7 +183,7 @@ class LogitsProcessors:
         partial = len(rows) != batch_size
         lines = {int(row): line for line, row in enumerate(rows)}
         if partial:
-            index = torch.from_numpy(rows).to(logits.device)
+            index = self._backend.upload(rows)
             whole = logits.new_zeros(batch_size, logits.shape[1]).index_copy_(0, index, logits)
         else:
             whole = logits

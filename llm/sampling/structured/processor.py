@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from llm.sampling.logits_processors.interface import BatchUpdate, LogitsProcessor, process_dict_updates
+from llm.sampling.logits_processors.interface import BatchUpdate, LogitsProcessor, process_dict_updates, to_device
 from llm.sampling.structured.structure import Answer, Structure
 from llm.sampling_params import SamplingParams
 
@@ -109,6 +109,7 @@ class StructuredOutputsLogitsProcessor(LogitsProcessor):
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self._is_pin_memory = is_pin_memory
         self._max_model_len = vllm_config.model_config.max_model_len
         self._rows: dict[int, _Row] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -143,8 +144,8 @@ class StructuredOutputsLogitsProcessor(LogitsProcessor):
             except Exception as error:  # ends this request alone
                 self.row_errors[index] = error
                 continue
-            barred = torch.from_numpy(masks.barred[len(row.output_ids) - row.asked])
-            logits[index].masked_fill_(barred.to(logits.device), -math.inf)
+            barred = to_device(masks.barred[len(row.output_ids) - row.asked], logits.device, self._is_pin_memory)
+            logits[index].masked_fill_(barred, -math.inf)
         return logits
 
     def end_call(self) -> None:
