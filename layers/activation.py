@@ -15,7 +15,7 @@ from llm.base.custom_op import CustomOp
 from llm.errors import ValidationError
 from llm.kernels.backend import Operations
 from llm.kernels.reference import activation as reference
-from llm.layers.kernel_op import KernelOp
+from llm.layers.custom_op import KernelOp
 
 
 def _check_approximate(approximate: str) -> str:

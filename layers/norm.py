@@ -14,7 +14,7 @@ from llm.base.watch import Patchable
 from llm.errors import ValidationError
 from llm.kernels.backend import Operations
 from llm.kernels.select import backend_of_construction
-from llm.layers.kernel_op import KernelOp
+from llm.layers.custom_op import KernelOp
 from llm.quantization.unquantized import new_parameter
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

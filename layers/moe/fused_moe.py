@@ -23,7 +23,7 @@ from llm.kernels.reference.experts import UNGATED, over_experts
 from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import ExpertWeights, Weight
 from llm.layers.activation import GeluAndMul, ReLUSquaredActivation, SiluAndMul, SiluAndMulWithClamp
-from llm.layers.kernel_op import KernelOp
+from llm.layers.custom_op import KernelOp
 from llm.layers.linear import (
     ColumnParallelLinear,
     LinearArguments,

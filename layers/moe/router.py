@@ -10,7 +10,7 @@ from torch import nn
 from llm.base.checks import refuse
 from llm.base.custom_op import CustomOp, PluggableLayer
 from llm.kernels.backend import Operations
-from llm.layers.kernel_op import KernelOp
+from llm.layers.custom_op import KernelOp
 from llm.layers.linear import ReplicatedLinear
 from llm.quantization.base import LinearMethodBase, QuantizationConfig
 from llm.quantization.unquantized import UnquantizedLinearMethod, new_parameter

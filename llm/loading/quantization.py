@@ -13,7 +13,7 @@ from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.errors import CheckpointError, UnsupportedModelError, ValidationError, nearest
 from llm.loading.model_files import read_json
-from llm.loading.unsupported import schemes_instead
+from llm.loading.resolve import schemes_instead
 from llm.quantization.base import QuantizationConfig
 from llm.quantization.on_load import RECIPES, OnlineConfig
 from llm.quantization.registry import ALIASES, get_quantization_config, plugin_configs, quantization_methods

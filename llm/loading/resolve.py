@@ -1,7 +1,8 @@
 """From a model's name to its local folder: a path as it is, a hub name through the Hugging Face cache.
 
-Owns all network access of the package, which happens only for a hub name that the cache cannot serve. huggingface_hub
-is imported only to resolve a hub name. Does not read the folder's files.
+All network access of the package is here, which happens only for a hub name that the cache cannot serve.
+huggingface_hub is imported only to resolve a hub name. Does not read the folder's files. What cannot be loaded is told
+in the second halves of sentences; who refuses, and why, is beside each check.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from llm.base.text import list_names
 from llm.errors import CheckpointError, LLMError, ValidationError
+from llm.loading.adapters.folder import described
 from llm.loading.checkpoint import find_index, read_weight_map
-from llm.loading.unsupported import of_file
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
 
 # Weights, configuration, tokenizer, chat template: data only, never *.bin or *.py.
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model")
@@ -293,3 +295,43 @@ def _no_network() -> str:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+# Part of a format's name -> the schemes to quantize the float checkpoint by.
+_SCHEMES = {
+    "bnb": ("w8a16", "nf4"),
+    "fp8": ("w8a16", "w8a8"),
+    "int8": ("w8a16", "w8a8"),
+    "mxfp8": ("w8a16",),
+    "fp4": ("w4a16",),
+    "modelopt": ("w8a16",),
+    "torchao": ("w8a16", "w4a16"),
+    "marlin": ("w4a16",),
+    "hqq": ("w4a16",),
+    "aqlm": ("w4a16",),
+    "auto-round": ("w4a16",),
+    "auto_round": ("w4a16",),
+    "quark": ("w8a16",),
+}
+
+
+def schemes_instead(name: str) -> str:
+    """ "'w4a16'" for "awq": the schemes that come nearest to a format that is not computed; "" if it is unknown."""
+    for part, schemes in _SCHEMES.items():
+        if part in name.lower():
+            return " or ".join(map(repr, schemes))
+    return ""
+
+
+def of_file(path: Path) -> str:
+    """What to do about a file where a folder is needed."""
+    return "a GGUF file is read as the model alone" if path.suffix.lower() == ".gguf" else ""
+
+
+def of_folder(folder: Path) -> str:
+    """Why a folder has no config.json, and what to do."""
+    if os.path.isfile(folder / "adapter_config.json"):
+        return described(folder)
+    if any(folder.glob("*.gguf")):
+        return "it holds GGUF files: pass the path of one of them"
+    return "is it a Hugging Face model folder?"

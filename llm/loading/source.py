@@ -16,7 +16,7 @@ from llm.base.types import JsonObject
 from llm.errors import CheckpointError, ValidationError
 from llm.loading.checkpoint import Checkpoint, TensorInfo
 from llm.loading.model_files import read_json
-from llm.loading.unsupported import of_folder
+from llm.loading.resolve import of_folder
 from llm.text.tokenizer import TokenizerDefinition
 
 if TYPE_CHECKING:

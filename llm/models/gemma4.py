@@ -11,7 +11,7 @@ from llm.base.custom_op import CustomOp
 from llm.base.watch import Patchable
 from llm.forward import ForwardBatch
 from llm.kernels.backend import Operations
-from llm.layers.kernel_op import KernelOp
+from llm.layers.custom_op import KernelOp
 from llm.layers.moe import FusedMoE, GateLinear
 from llm.layers.norm import filled
 from llm.models import decoder as d

@@ -121,8 +121,8 @@ _ARCHITECTURES = {family: place.partition(":")[2] for family, place in _FAMILIES
 _ENCODERS = {
     "bert": "bert:BertModel",
     "distilbert": "bert:DistilBertModel",
-    "modernbert": "modernbert:ModernBertModel",
-    "nomic_bert": "nomic_bert:NomicBertModel",
+    "modernbert": "bert:ModernBertModel",
+    "nomic_bert": "bert:NomicBertModel",
     "roberta": "bert:RobertaModel",
     "xlm-roberta": "bert:RobertaModel",
 }
