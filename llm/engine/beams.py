@@ -21,8 +21,7 @@ from llm.config.engine import ModelConfig
 from llm.engine.engine import Engine
 from llm.engine.preprocess import Preprocessor
 from llm.engine.prompts import list_prompts
-from llm.engine.rows import Row
-from llm.engine.scoring import check_logprobs_mode
+from llm.engine.rows import Row, check_logprobs_mode
 from llm.engine.step import Adapter, RowImages
 from llm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from llm.progress import Bar, UseTqdm

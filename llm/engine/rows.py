@@ -207,3 +207,9 @@ def _resolve_length(params: SamplingParams, room: int) -> None:
             parameter="max_tokens",
             value=params.max_tokens,
         )
+
+
+def check_logprobs_mode(config: ModelConfig) -> None:
+    """Raise `ValidationError` if `logprobs_mode` would return logits where logprobs are needed."""
+    if not config.logprobs_mode.endswith("logprobs"):
+        refuse("logprobs_mode", config.logprobs_mode, "'raw_logprobs' or 'processed_logprobs' to score texts")
