@@ -1,7 +1,7 @@
 """What adapters add to the results of linear layers, embedding tables and LM heads.
 
-Owns `LayerAdapters`, which a layer has while adapters are enabled, and `AdapterRows`, through which the runner tells
-all of them which rows have which adapter. Which adapters are loaded is `llm.runner.adapters`'s.
+A layer has `LayerAdapters` while adapters are enabled; through `AdapterRows` the runner tells all of them which rows
+have which adapter. Which adapters are loaded is `llm.runner.adapters`'s.
 """
 
 from __future__ import annotations

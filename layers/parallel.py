@@ -1,6 +1,6 @@
 """Tensor parallelism as one layer sees it: this rank's slice of a matrix, and combining the ranks' partial results.
 
-Owns no processes. A group of one needs no communicator; a larger group uses the platform's.
+A group of one needs no communicator; a larger group uses the platform's.
 """
 
 from __future__ import annotations

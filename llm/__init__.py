@@ -1,6 +1,6 @@
 """offline-llm: run language models in your own process.
 
-Owns the public names. They load on first use, so `import llm` costs milliseconds and does not import torch.
+The public names load on first use, so `import llm` costs milliseconds and does not import torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The command line: `python -m llm generate "In the beginning"`.
 
-Owns argument parsing and what is printed. Text goes to stdout as it is generated; everything else goes to stderr.
+Text goes to stdout as it is generated; everything else goes to stderr.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The implementation of each part of a loaded model, and why: `LLM.explain()` and `python -m llm explain`.
 
-Owns collecting and showing them. Decides nothing: every reason was recorded where the choice was made
-(`CustomOp.binding`, `QuantizeMethodBase.reason`, `EngineConfig.reasons`).
+Nothing is decided here: every reason was recorded where the choice was made (`CustomOp.binding`,
+`QuantizeMethodBase.reason`, `EngineConfig.reasons`).
 """
 
 from __future__ import annotations

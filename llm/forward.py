@@ -1,7 +1,7 @@
 """The input of a model's forward, and the state that its layers keep per request between steps.
 
-Owns the specs of these states (declared by layers) and `ForwardBatch` (built by the runner once per step). Nothing in
-this file computes.
+Layers declare the specs of these states; the runner builds a `ForwardBatch` once per step. Nothing in this file
+computes.
 
     StateSpec
       PagedSpec          grows with the sequence, in the blocks of a block table

@@ -4,7 +4,7 @@
 
 is the harness's own command. In Python: `lm_eval.simple_evaluate(model=OfflineLLM(llm=llm), tasks=[...])`.
 
-Owns the adapter. Tokens are those of the harness's "hf" model; all requests of a call are one batch.
+Tokens are those of the harness's "hf" model; all requests of a call are one batch.
 """
 
 from __future__ import annotations

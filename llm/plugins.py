@@ -1,7 +1,7 @@
 """Plugins: installed packages that extend this one through entry points, and their contract.
 
-Owns discovery, the allow-list, loading each plugin once, and `CONTRACT_VERSION`. Imports are lazy: a platform's entry
-point is a function that returns a class path, and only the class of the chosen platform is imported.
+Imports are lazy: a platform's entry point is a function that returns a class path, and only the class of the chosen
+platform is imported.
 
 The groups:
     llm.platform_plugins    a function without arguments that returns the class path of a `Platform`, or None where its

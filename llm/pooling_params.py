@@ -1,6 +1,6 @@
 """PoolingParams: what is made of a prompt's hidden states; and `PoolerConfig`, the same for a whole model.
 
-Owns both, under vLLM's names. A value that is None is the model's own.
+The names are vLLM's. A value that is None is the model's own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The prompt cache on disk: a folder with what the prefix cache has, for another process to begin with.
 
-Owns the folder. `prefix_cache.json` says which model and settings it is of, how many blocks it has, and the SHA-256 of
-each file; `entries.safetensors` has the hash and the tokens of each block; `part-N.safetensors` the rows of one tensor
-of the KV cache or of the recurrent states. It is written under another name and renamed when the disk has it. It holds
-the tokens of prompts, so only its owner can read it. The cache of a draft model is not in it: in the other process that
-model computes a prompt again when it first drafts for it.
+`prefix_cache.json` says which model and settings it is of, how many blocks it has, and the SHA-256 of each file;
+`entries.safetensors` has the hash and the tokens of each block; `part-N.safetensors` the rows of one tensor of the KV
+cache or of the recurrent states. It is written under another name and renamed when the disk has it. It holds the tokens
+of prompts, so only its owner can read it. The cache of a draft model is not in it: in the other process that model
+computes a prompt again when it first drafts for it.
 """
 
 from __future__ import annotations

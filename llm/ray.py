@@ -1,7 +1,7 @@
 """Rows of a Ray dataset, answered by workers on any number of machines.
 
-Owns the worker of `ray.data`, vLLM's `build_llm_processor` shape over it, and each worker's share of its machine. The
-network is Ray's: nothing here opens a socket. Ray is imported when a processor is applied, or by who calls.
+The workers of `ray.data` have vLLM's `build_llm_processor` over them. The network is Ray's: nothing here opens a
+socket. Ray is imported when a processor is applied, or by who calls.
 
 An answer depends on its row alone, see `llm.jobs.worker`: however the data is split, and whoever dies, rows, errors and
 seeds are to the bit those of one machine with the same kind of processor.

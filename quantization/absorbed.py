@@ -1,8 +1,8 @@
 """kv_b_proj as latent attention reads it: a matrix per head for its queries, and one for its outputs.
 
-Owns `AbsorbedWeight`, the layout, and `AbsorbedLinearMethod`, which brings the loaded weight into it. Both matrices
-take the memory of the one that was loaded, and give it back bit for bit. Integers of a checkpoint are dequantized
-first: the matrices then hold their exact values in float32.
+`AbsorbedWeight` is the layout, and `AbsorbedLinearMethod` brings the loaded weight into it. Both matrices take the
+memory of the one that was loaded, and give it back bit for bit. Integers of a checkpoint are dequantized first: the
+matrices then hold their exact values in float32.
 """
 
 from __future__ import annotations

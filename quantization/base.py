@@ -1,8 +1,8 @@
 """The protocol between a layer and the way its weights are stored.
 
-Owns the abstract bases. A layer calls `create_weights` when it is constructed. The loader copies checkpoint tensors in
-through each parameter's `weight_loader`. `process_weights_after_loading` packs them once for the kernel. `apply`
-computes. Does not own any scheme. Identifies a layer by `layer.quant_kind`, never by its class.
+A layer calls `create_weights` when it is constructed. The loader copies checkpoint tensors in through each parameter's
+`weight_loader`. `process_weights_after_loading` packs them once for the kernel. `apply` computes. A method knows a
+layer by `layer.quant_kind`, never by its class.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Quantizing float weights: rounding to nearest for 8 bits, a search for the best clipping for 4 bits, and other forms.
 
-Owns the arithmetic for static activations and with calibration; the kernels have the rest. Knows neither layers nor
-files.
+Here is the arithmetic for static activations and with calibration; the kernels have the rest. It knows neither layers
+nor files.
 
 For 4 bits, calibration weights errors by activations and feeds rounding errors back (`quantize_weight`). It does not
 scale channels as AWQ does (arXiv:2306.00978). Scales from mean activation magnitudes with searched exponents, folded

@@ -1,7 +1,7 @@
 """Which class reads a checkpoint format, and which computes a scheme.
 
-Owns both tables. Names registered by plugins come before the built-in ones, so a plugin may replace one. Built-in
-classes are given as "module:Class" and imported at first use.
+Names registered by plugins come before the built-in ones, so a plugin may replace one. Built-in classes are given as
+"module:Class" and imported at first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The layer of experts under transformers' modeling code, in the place of a block's `experts` module.
 
-Owns `TransformersFusedMoE`, whose signature is transformers' `experts(hidden_states, top_k_index, top_k_weights)`: the
-block there has a router of its own. Reads the shapes and the layout of transformers' stacked weights.
+The signature of `TransformersFusedMoE` is transformers' `experts(hidden_states, top_k_index, top_k_weights)`: the block
+there has a router of its own. Reads the shapes and the layout of transformers' stacked weights.
 """
 
 from __future__ import annotations

@@ -120,12 +120,12 @@ _NOWHERE: Mapping[str, str] = {}
 MISSING: object = object()
 
 
-def known_names(what: str, elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def known_names(what: str, instead: Mapping[str, str] = _NOWHERE) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator that checks the names of keyword arguments before the function is called.
 
     Args:
         what: the function's name in messages.
-        elsewhere: a name that the function does not have -> what to do instead.
+        instead: a name that the function does not have -> what to do instead.
 
     Raises, when the function is called: ArgumentError.
     """
@@ -137,7 +137,7 @@ def known_names(what: str, elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in known:
-                    raise _unknown(what, name, kwargs[name], known, elsewhere)
+                    raise _unknown(what, name, kwargs[name], known, instead)
             return function(*args, **kwargs)
 
         return checked
@@ -146,7 +146,7 @@ def known_names(what: str, elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[
 
 
 def wrong_names(
-    what: str, function: Callable[..., object], unknown: Mapping[str, object], elsewhere: Mapping[str, str] = _NOWHERE
+    what: str, function: Callable[..., object], unknown: Mapping[str, object], instead: Mapping[str, str] = _NOWHERE
 ) -> TypeError:
     """The error of `known_names`, for a function that takes `**unknown: NoReturn`; unlike the decorator, it adds no
     frame to a call.
@@ -157,24 +157,24 @@ def wrong_names(
     parameters = inspect.signature(function).parameters.values()
     known = [item.name for item in parameters if item.name != "self" and item.kind is not item.VAR_KEYWORD]
     for name, value in unknown.items():
-        return _unknown(what, name, value, known, elsewhere)
+        return _unknown(what, name, value, known, instead)
     needed = next(item.name for item in parameters if item.default is MISSING)
     return TypeError(f"{what}() missing 1 required positional argument: {needed!r}")
 
 
-def known_fields(elsewhere: Mapping[str, str] = _NOWHERE) -> Callable[[C], C]:
+def known_fields(instead: Mapping[str, str] = _NOWHERE) -> Callable[[C], C]:
     """`known_names` for the constructor of a dataclass."""
 
     def decorate(cls: C) -> C:
-        cls.__init__ = known_names(cls.__name__, elsewhere)(cls.__init__)  # type: ignore[misc]
+        cls.__init__ = known_names(cls.__name__, instead)(cls.__init__)  # type: ignore[misc]
         return cls
 
     return decorate
 
 
-def _unknown(what: str, name: str, value: object, known: list[str], elsewhere: Mapping[str, str]) -> ArgumentError:
-    if name in elsewhere:
-        message = f"{what} has no argument {name!r}; {elsewhere[name]}."
+def _unknown(what: str, name: str, value: object, known: list[str], instead: Mapping[str, str]) -> ArgumentError:
+    if name in instead:
+        message = f"{what} has no argument {name!r}; {instead[name]}."
     else:
         message = f"{what} has no argument {name!r}.{nearest(name, known) or ' It takes ' + ', '.join(known) + '.'}"
     return ArgumentError(message, parameter=name, value=value)

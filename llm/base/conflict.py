@@ -1,8 +1,8 @@
 """Warns if the unrelated PyPI package `llm` is installed in the same environment.
 
-Owns the detection and the one warning. Both packages unpack into `site-packages/llm`, so the one installed last
-overwrites files of the other. Two callers: `llm/__init__.py`, and `llm/models/__init__.py`, the first file of ours that
-runs if the other package was installed last and has replaced `llm/__init__.py`.
+Both packages unpack into `site-packages/llm`, so the one installed last overwrites files of the other. Two callers:
+`llm/__init__.py`, and `llm/models/__init__.py`, the first file of ours that runs if the other package was installed
+last and has replaced `llm/__init__.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Whether what computes a model is hooked or patched: a fused or recorded path would bypass it.
 
-Owns `Patchable` and `Counted`, whose patches are counted, `patches_of`, which finds and names them, and `Watch`, which
-asks in every step. A patch is a function set on a class after it was defined, on a module of the rooms that compute
-steps after it was imported, or on an object in the place of one of its class; a class that was defined with it, as a
-replacement is, is not patched.
+Patches of `Patchable` and `Counted` are counted, `patches_of` finds and names them, and `Watch` asks in every step. A
+patch is a function set on a class after it was defined, on a module of the rooms that compute steps after it was
+imported, or on an object in the place of one of its class; a class that was defined with it, as a replacement is, is
+not patched.
 """
 
 from __future__ import annotations

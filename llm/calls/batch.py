@@ -1,7 +1,7 @@
 """A batch call: the rows of `LLM.generate`, from the engine's queue to their outputs.
 
-Owns what becomes of prompts that cannot be run, of outputs as they end, and of a call that ends early: everything that
-was computed is kept.
+Prompts that cannot be run are refused in their places, and of a call that ends early everything that was computed is
+kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A flow of rows through the engine: read ahead in batches, given out as they end, in constant memory.
 
-Owns which rows are in flight. Between two outputs the flow is suspended: its rows stay queued, and other calls may run.
-`LLM.generate_iter` and jobs are flows.
+Between two outputs the flow is suspended: its rows stay queued, and other calls may run. `LLM.generate_iter` and jobs
+are flows.
 """
 
 from __future__ import annotations

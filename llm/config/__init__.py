@@ -1,6 +1,6 @@
 """The engine's configuration, `llm.config.VllmConfig` and its parts, under vLLM's names.
 
-Owns the public names. They load on first use, so that `llm.config.env` can be read before torch is imported.
+The public names load on first use, so that `llm.config.env` can be read before torch is imported.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from llm import sampling_params
-from llm.base import suggestions as elsewhere
+from llm.base import suggestions
 from llm.errors import ArgumentError, ValidationError, nearest
 from llm.sampling_params import SamplingParams
 
@@ -362,7 +362,7 @@ CALLS: dict[str, str] = {
         item.name: f"it is a field of SamplingParams: pass sampling_params=SamplingParams({item.name}=...)"
         for item in fields(SamplingParams)
     },
-    **elsewhere.CALLS,
+    **suggestions.CALLS,
 }
 
 _HONOURED = [name for name, argument in ARGUMENTS.items() if argument.status == "honoured"]
@@ -387,7 +387,7 @@ def _judge(name: str, value: object) -> str:
     """The note for one argument, "" when there is none."""
     argument = ARGUMENTS.get(name)
     if argument is None:
-        if instead := elsewhere.CONSTRUCTOR.get(name):
+        if instead := suggestions.CONSTRUCTOR.get(name):
             raise ArgumentError(f"LLM has no argument {name!r}; {instead}.", parameter=name, value=value)
         hint = nearest(name, _HONOURED) or nearest(name, ARGUMENTS) or f" It takes {', '.join(_HONOURED)}."
         raise ArgumentError(f"LLM has no argument {name!r}, and neither has vLLM's.{hint}", parameter=name, value=value)

@@ -4,8 +4,8 @@
     LLM.from_engine_args(args), LLM(**vars(args)), LLM(**dataclasses.asdict(args))
     EngineArgs.add_cli_args(parser), EngineArgs.from_cli_args(parser.parse_args())
 
-Owns the record. `llm.config.arguments` says how each argument is handled; `llm.config.engine.EngineArgs` is the
-engine's record, with the arguments that have an effect.
+`llm.config.arguments` says how each argument is handled; `llm.config.engine.EngineArgs` is the engine's record, with
+the arguments that have an effect.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which operations run their kernels and which run plain PyTorch: `LLM(compilation_config=...)`, by vLLM's rules.
 
-Owns `CompilationConfig`: parsing, contradictions, and whether each operation is on, with the reason. `CustomOp` binds
-the forward. There is no graph capture, and the model is not compiled as a whole: a mode other than NONE compiles the
-`forward_native` of each operation that is off.
+`CompilationConfig` says whether each operation is on, with the reason. `CustomOp` binds the forward. There is no graph
+capture, and the model is not compiled as a whole: a mode other than NONE compiles the `forward_native` of each
+operation that is off.
 """
 
 from __future__ import annotations

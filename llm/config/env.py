@@ -1,7 +1,6 @@
 """The environment variables this project reads, in one table.
 
-Owns names, meanings and parsing. A malformed value raises. Values are read at each call, so a notebook can set one
-before `LLM(...)`.
+A malformed value raises. Values are read at each call, so a notebook can set one before `LLM(...)`.
 """
 
 from __future__ import annotations

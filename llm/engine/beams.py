@@ -25,7 +25,7 @@ from llm.engine.rows import Row, check_logprobs_mode
 from llm.engine.step import Adapter, RowImages
 from llm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from llm.progress import Bar, UseTqdm
-from llm.sampling.structured.structure import Answer, Structure
+from llm.sampling.structured.structure import ConstrainedAnswer, Structure
 from llm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from llm.text.tokenizer import Tokenizer
 
@@ -189,7 +189,7 @@ class BeamSearches:
         tops = _only(tops, search.params.allowed_token_ids)
         if self._structure is None:
             return tops
-        answer = Answer(self._structure)
+        answer = ConstrainedAnswer(self._structure)
         for token in beam.tokens:
             answer.read(token)
         fits = answer.allowed(search.max_tokens - len(beam.tokens) - 1)

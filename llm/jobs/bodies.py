@@ -1,6 +1,6 @@
 """Bodies of OpenAI's chat completions and completions: requests as sampling params, outputs as responses.
 
-Owns the names of the fields. `created` is 0, so that a job's output depends on nothing but its input.
+`created` is 0, so that a job's output depends on nothing but its input.
 """
 
 from __future__ import annotations

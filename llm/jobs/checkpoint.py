@@ -1,7 +1,7 @@
 """`LLM.generate(checkpoint=...)`: a journal of the outputs of a call.
 
-Owns which of its rows the journal has. They are found by their keys, so prompts may be added, left out or moved as long
-as their tokens and parameters, seeds included, stay the same.
+The rows that the journal has are found by their keys, so prompts may be added, left out or moved as long as their
+tokens and parameters, seeds included, stay the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llm.engine.output import PromptState
 from llm.engine.rows import AnyRow, RefusedRow
 from llm.errors import JobError
 from llm.jobs.identity import row_key
-from llm.jobs.journal import Answer, Journal, Partials, output_from_json
+from llm.jobs.journal import Journal, Partials, RowRecord, output_from_json
 from llm.output_formats import output_as_json
 from llm.outputs import RequestOutput
 
@@ -41,9 +41,9 @@ class Checkpoint:
         self._keys: dict[int, str] = {}  # of the rows that run
         self._partials = Partials()
         self._partials_at = monotonic() + _PARTIALS_SECONDS
-        self._known: dict[str, Answer] = {}
+        self._known: dict[str, RowRecord] = {}
         for record in self._journal.records():
-            answer = self._known.setdefault(record["k"], Answer(record["k"]))
+            answer = self._known.setdefault(record["k"], RowRecord(record["k"]))
             if "o" in record:
                 answer.output, answer.tokens = record["o"], []
             elif answer.output is None:

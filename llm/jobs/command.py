@@ -1,6 +1,6 @@
 """`python -m llm run IN OUT` and `python -m llm merge OUT`.
 
-Owns their arguments and what they print: the output's path goes to standard output, everything else to standard error.
+The output's path goes to standard output, everything else to standard error.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from llm.errors import (
 )
 from llm.inputs import LoRARequest
 from llm.jobs.identity import check_finished, check_recordable, digest_of, identity_of, rows_key, sum_of, write_finished
-from llm.jobs.journal import Answer, Answers, Ended, Journal, Partials
+from llm.jobs.journal import Ended, Journal, Partials, RowRecord, RowRecords
 from llm.jobs.requests import (
     BatchRows,
     BatchVectors,
@@ -251,7 +251,7 @@ class Job:
             batches = chain([flow.waiting()], batches)
 
     def _batches(self) -> Iterator[list[Entry]]:
-        answers = Answers(self._journal.records(self._journal.end))
+        answers = RowRecords(self._journal.records(self._journal.end))
         for keyed in keyed_rows(self._llm, self._plan):
             yield [
                 row
@@ -260,7 +260,7 @@ class Job:
                 for row in own
             ]
 
-    def _is_answered(self, key: str, rows: Sequence[AnyRow], known: Answer | None, place: str) -> bool:
+    def _is_answered(self, key: str, rows: Sequence[AnyRow], known: RowRecord | None, place: str) -> bool:
         """True if the journal has the row's answer; else the row continues from what the journal has of it.
 
         `rows`: the engine's, of one row of the file, which is at `place`.
@@ -317,7 +317,7 @@ class Job:
 
     def _answered(self) -> Iterator[JsonObject]:
         """The rows of the output."""
-        plan, answers = self._plan, Answers(self._journal.records(self._journal.end))
+        plan, answers = self._plan, RowRecords(self._journal.records(self._journal.end))
         for index, (place, row, _) in plan.numbered():
             known = answers.take(index)
             ended = None if known is None else known.ended()

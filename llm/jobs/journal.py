@@ -11,8 +11,9 @@ synchronised with the disk once per second, so that a power failure loses a seco
 its checksum: the end of the file is cut off when it is opened again, a damaged line elsewhere is passed over, and the
 rows in question are computed again.
 
-`Answers` reads the records in the order of the rows, although they were written in the order of ending. As a job never
-runs far ahead of its first unfinished row, few records wait for their turn: memory does not grow with the journal.
+`RowRecords` reads the records in the order of the rows, although they were written in the order of ending. As a job
+never runs far ahead of its first unfinished row, few records wait for their turn: memory does not grow with the
+journal.
 
 In a folder of journals (`SharedJournal`) every process appends to its own file and reads those of all, so that what a
 process had answered when it was killed is found by the one that takes over its rows.
@@ -262,7 +263,7 @@ def base64_of(values: np.ndarray) -> str:
 
 
 @dataclass
-class Answer:
+class RowRecord:
     """What is known of a row.
 
     Attributes:
@@ -315,14 +316,14 @@ class Answer:
                 known[start:] = tokens
 
 
-class Answers:
+class RowRecords:
     """The answers of a journal's records, taken by index in increasing order."""
 
     def __init__(self, records: Iterator[JsonObject]) -> None:
         self._records = records
-        self._found: dict[int, Answer] = {}
+        self._found: dict[int, RowRecord] = {}
 
-    def take(self, index: int) -> Answer | None:
+    def take(self, index: int) -> RowRecord | None:
         """What is known of a row; None: nothing. Everything before it is forgotten."""
         while not self._has_ended(index):
             record = next(self._records, None)
@@ -336,7 +337,7 @@ class Answers:
         return index in self._found and self._found[index].output is not None
 
     def _add(self, record: JsonObject) -> None:
-        answer = self._found.setdefault(record["i"], Answer(record["k"]))
+        answer = self._found.setdefault(record["i"], RowRecord(record["k"]))
         if "o" in record:
             answer.key, answer.output, answer.tokens = record["k"], record["o"], []
             answer.values = record.get("v")
@@ -387,7 +388,7 @@ class SharedJournal:
         self._own = Journal(self._folder / name, identity)
         self._read: dict[Path, int] = {}  # how far
         self._ended: dict[str, tuple[Path, int]] = {}  # by key, where its record is
-        self._unfinished: dict[str, Answer] = {}
+        self._unfinished: dict[str, RowRecord] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -397,7 +398,7 @@ class SharedJournal:
                 check_header(path, self._identity)
             self._read[path] = self._read_on(path, self._read.get(path, 0))
 
-    def answer(self, key: str) -> Answer | None:
+    def answer(self, key: str) -> RowRecord | None:
         """What is known of a row."""
         place = self._ended.get(key)
         if place is None:
@@ -408,7 +409,7 @@ class SharedJournal:
             record = read_line(path, f"byte {offset}", file.readline())
         if record is None or record.get("k") != key or "o" not in record:
             raise JobError(f"the journal {path} has changed while it was used; delete it to compute its rows again.")
-        return Answer(key, record["o"])
+        return RowRecord(key, record["o"])
 
     def keep(self, ended: Ended) -> None:
         self._own.add(ended.record())
@@ -442,7 +443,7 @@ class SharedJournal:
             self._ended[key] = path, offset
             self._unfinished.pop(key, None)
         elif key not in self._ended:
-            self._unfinished.setdefault(key, Answer(key)).extend(record["p"])
+            self._unfinished.setdefault(key, RowRecord(key)).extend(record["p"])
 
 
 def output_from_json(data: JsonObject, params: SamplingParams | None) -> RequestOutput:

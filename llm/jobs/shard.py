@@ -1,6 +1,6 @@
 """Shards: the parts of a job that run in several processes, and putting their outputs together.
 
-Owns which rows are whose: row i of n shards' input is of shard i % n, so that a merge needs no index.
+Row i of n shards' input is of shard i % n, so that a merge needs no index.
 """
 
 from __future__ import annotations

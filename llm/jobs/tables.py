@@ -1,7 +1,6 @@
 """The files of a job, row by row: JSONL, CSV and Parquet.
 
-Owns reading and writing them in constant memory, and the order of the output's columns. pyarrow is imported for
-Parquet alone.
+They are read and written in constant memory. pyarrow is imported for Parquet alone.
 """
 
 from __future__ import annotations

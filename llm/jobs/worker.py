@@ -1,7 +1,7 @@
 """Rows in any order and in any pieces, answered as one machine would answer them all.
 
-Owns that an answer depends on its row alone: a row's seed follows from its `id`, or without one from its prompt, never
-from its place in a piece. Of a file whose ids are the numbers of its rows, answers are those of `LLM.run`.
+An answer depends on its row alone: a row's seed follows from its `id`, or without one from its prompt, never from its
+place in a piece. Of a file whose ids are the numbers of its rows, answers are those of `LLM.run`.
 """
 
 from __future__ import annotations

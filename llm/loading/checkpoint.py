@@ -1,7 +1,7 @@
 """A model folder's weights: its safetensors files, their headers, and memory-mapped tensors.
 
-Owns opening a folder strictly (safetensors only, complete, consistent). The safetensors library checks the layout of
-each file (lengths, offsets, overlaps, holes, shapes); this module checks the rest. Which parameter a tensor fills is
+A folder is opened strictly (safetensors only, complete, consistent). The safetensors library checks the layout of each
+file (lengths, offsets, overlaps, holes, shapes); this module checks the rest. Which parameter a tensor fills is
 `loader.py`'s; checking untrusted files is `model_files.py`'s.
 """
 

@@ -1,7 +1,6 @@
 """Loading as an equation: every tensor used, every parameter filled, shapes agree.
 
-Owns the bookkeeping and the errors. `weight_map.py` maps a tensor to its parameter; the parameter's `weight_loader`
-copies it.
+`weight_map.py` maps a tensor to its parameter; the parameter's `weight_loader` copies it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reading the small files of a model folder, which were written by others.
-
-Owns the checks of paths and JSON.
-"""
+"""Reading the small files of a model folder, which were written by others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How a model is quantized: the user's argument against the checkpoint's own description.
 
-Owns detection, precedence, and the errors when the two contradict each other.
+Where the two contradict each other, that is an error.
 """
 
 from __future__ import annotations

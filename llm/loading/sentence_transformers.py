@@ -1,7 +1,7 @@
 """The files by which sentence-transformers describes an embedding model: how hidden states become one vector.
 
-Owns reading modules.json, the folders that it names, and the prompts. Versions 2 to 6 of that package wrote these
-files. What cannot be computed here is refused by name; classes are never imported.
+modules.json is read, the folders that it names, and the prompts. Versions 2 to 6 of that package wrote these files.
+What cannot be computed here is refused by name; classes are never imported.
 """
 
 from __future__ import annotations

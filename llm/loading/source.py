@@ -1,7 +1,7 @@
 """Where a model's parts come from: its configuration, its tensors, its tokenizer and its generation defaults.
 
-Owns `ModelSource`, the interface that start-up reads a model through, and `FolderSource`, a folder in Hugging Face's
-layout. Decides nothing: `llm.setup` uses the parts.
+`ModelSource` is the interface that start-up reads a model through, `FolderSource` a folder in Hugging Face's layout.
+Decides nothing: `llm.setup` uses the parts.
 """
 
 from __future__ import annotations

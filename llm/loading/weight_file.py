@@ -1,7 +1,6 @@
 """Weights that memory has no room for: in a file, from which the system reads pages when they are used.
 
-Owns `WeightFile`, and the checks of its folder. Which layers call `keep` is theirs to say; how many bytes stay in
-memory is planned by `llm.setup.plan`.
+Which layers call `keep` is theirs to say; how many bytes stay in memory is planned by `llm.setup.plan`.
 
 The file holds packed weights: the checkpoint's own rows are in another order than the kernels read, quantized or not.
 Its pages are clean once they are written, so the system drops them where memory is short, and reads them again. Nothing

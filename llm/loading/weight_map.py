@@ -1,7 +1,7 @@
 """Maps checkpoint tensors to parameters.
 
-Owns applying a model's renames and packed modules, which are data on the model class. Names are compared by whole path
-segments, never by substring.
+A model's renames and packed modules are data on its class. Names are compared by whole path segments, never by
+substring.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Strict, typed reading of config.json.
 
-Owns the rule that every key is read by the family, or known not to matter for inference, or an error that names it.
+Every key is read by the family, or known not to matter for inference, or an error that names it.
 """
 
 from __future__ import annotations

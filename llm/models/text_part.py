@@ -1,6 +1,6 @@
 """The language model in a multimodal checkpoint: prompts are text, so the other parts are neither built nor loaded.
 
-Owns reading the nested config.json and the names of the weights. What the language model is, is its family's.
+Here are its nested config.json and the names of the weights; what the language model is, is its family's.
 """
 
 from collections.abc import Mapping

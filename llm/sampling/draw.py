@@ -1,7 +1,7 @@
 """Random draws by inverting the cumulative distribution.
 
-Owns the arithmetic of one token per line of logits. The token of a line depends on that line alone, bit for bit: every
-sum runs in one order, over blocks of fixed width or over the line's own candidates.
+The token of a line depends on that line alone, bit for bit: every sum runs in one order, over blocks of fixed width or
+over the line's own candidates.
 
 A draw is a pure function of (logits, parameters, one uniform number).
 """

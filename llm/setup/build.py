@@ -1,7 +1,4 @@
-"""The order of start-up: read the model folder, plan, let the runner build and load the model, make the engine.
-
-Owns the order, and timing each phase.
-"""
+"""The order of start-up: read the model folder, plan, let the runner build and load the model, make the engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The start-up checks and calls that involve plugins and registries; `build.py` has their order.
 
-Owns no registry. Everything here runs before memory is allocated.
+Everything here runs before memory is allocated.
 """
 
 from __future__ import annotations

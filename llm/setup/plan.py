@@ -1,7 +1,7 @@
 """Every decision of start-up, with its reason.
 
-Owns deriving a `RunnerPlan` from the arguments (`EngineArgs`) and the model folder (`ReadModel`): plain data, nothing
-is built. `llm.setup.memory` owns the arithmetic.
+A `RunnerPlan` is derived from the arguments (`EngineArgs`) and the model folder (`ReadModel`): plain data, nothing is
+built. The arithmetic of memory is `llm.setup.memory`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether a model generates or pools, and what it makes of hidden states.
 
-Owns `runner`, `convert` and `pooler_config`: what the arguments and the files of the model folder say together.
+`runner`, `convert` and `pooler_config` follow from what the arguments and the files of the model folder say together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reading the model folder, once.
 
-Owns finding the folder, reading config.json and the headers of the weights, and what follows from them: the model
-class, its config, the quantization. Decides no number.
+From config.json and the headers of the weights follow the model class, its config and the quantization; no number is
+decided.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`python -m llm chat`: a conversation in the terminal.
 
-Owns reading lines, the commands that begin with a slash, texts of several lines, and the conversation. Answers are
-streamed to standard output, everything else goes to standard error, so that piped input gives piped output.
+Answers are streamed to standard output, everything else goes to standard error, so that piped input gives piped output.
 """
 
 from __future__ import annotations

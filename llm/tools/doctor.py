@@ -1,7 +1,7 @@
 """`python -m llm doctor`: this machine and installation as text to paste into a bug report, and what is wrong with it.
 
-Owns what is looked at. The text has no host name, no user name, no path outside the package, and no value of a variable
-that another program reads.
+The text has no host name, no user name, no path outside the package, and no value of a variable that another program
+reads.
 """
 
 from __future__ import annotations

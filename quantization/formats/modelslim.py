@@ -1,7 +1,7 @@
 """ModelSlim (vllm-ascend's format): `quant_model_description.json` -> a scheme per layer.
 
-Owns the description file: tensor name -> type, and a few globals. Both versions of the format are read. Types that are
-not supported are refused by name.
+The description file says the type of each tensor by name, and a few globals. Both versions of the format are read.
+Types that are not supported are refused by name.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from embedded import PROMPTS, open_llm, run
 from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
 from llm.sampling.structured.language import Language
 from llm.sampling.structured.structural_tag import format_language
-from llm.sampling.structured.structure import Answer, Structure
+from llm.sampling.structured.structure import ConstrainedAnswer, Structure
 
 pytest.importorskip("llguidance")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -61,7 +61,7 @@ def test_what_follows_a_beginning_is_of_its_schema(llm: LLM, tag: Any, text: str
 def test_after_a_beginning_the_object_comes(llm: LLM) -> None:
     """The mask itself: a brace, or more than one of its characters, and no other text."""
     structure = compiled(llm)
-    answer = Answer(structure)
+    answer = ConstrainedAnswer(structure)
     for token in ids_of(llm, "And <f=x>"):
         answer.read(token)
     allowed = answer.allowed(50).nonzero()[0].tolist()

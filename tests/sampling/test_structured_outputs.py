@@ -26,7 +26,7 @@ from llm.sampling.structured.json_schema import TooManyChoices, compile_schema
 from llm.sampling.structured.language import EMPTY, IMPOSSIBLE, Language, Needs, TokenReader
 from llm.sampling.structured.regex import UnknownLength, ascii_classes, integer_range, parse_regex, utf8
 from llm.sampling.structured.schema import read_schema
-from llm.sampling.structured.structure import Answer, Structure, StructureCompiler, Vocabulary
+from llm.sampling.structured.structure import ConstrainedAnswer, Structure, StructureCompiler, Vocabulary
 from llm.sampling_params import RepetitionDetectionParams
 
 PERSON = {
@@ -551,7 +551,7 @@ def test_rows_of_a_demanding_expression_do_not_use_up_each_others_limits(llm: LL
     structure = compiled(llm, **BEYOND_THE_LIMITS[0])
     text = b"and the lord said unto moses " * 5
     one = {data[0]: token for token, data in structure.vocabulary.token_bytes.items() if len(data) == 1}
-    answers = [Answer(structure) for _ in range(2)]
+    answers = [ConstrainedAnswer(structure) for _ in range(2)]
     read_by_llguidance = [0, 0]
     for index, answer in enumerate(answers):
         for byte in text:
@@ -559,7 +559,7 @@ def test_rows_of_a_demanding_expression_do_not_use_up_each_others_limits(llm: LL
             answer.read(one[byte])
             read_by_llguidance[index] += answer._matcher is not None
     assert read_by_llguidance[0] == read_by_llguidance[1] < len(text)
-    replayed = Answer(structure)
+    replayed = ConstrainedAnswer(structure)
     for byte in text:
         replayed.read(one[byte])
     assert replayed._matcher is None
@@ -571,7 +571,7 @@ def test_an_answer_that_is_complete_may_end_however_few_tokens_are_left(llm: LLM
     structure = compiled(llm, regex="[ab]{3}([ab]{2}){0,20}")
     one = {data[0]: token for token, data in structure.vocabulary.token_bytes.items() if len(data) == 1}
     for length in range(1, 9):
-        answer = Answer(structure)
+        answer = ConstrainedAnswer(structure)
         for _ in range(length):
             answer.read(one[ord("a")])
         allowed = answer.allowed(left)
@@ -584,7 +584,7 @@ def test_an_answer_that_is_complete_may_end_however_few_tokens_are_left(llm: LLM
 def test_an_answer_without_a_continuation_is_an_error_and_no_stop(llm: LLM) -> None:
     structure = compiled(llm, regex="ab")
     one = {data[0]: token for token, data in structure.vocabulary.token_bytes.items() if len(data) == 1}
-    answer = Answer(structure)
+    answer = ConstrainedAnswer(structure)
     answer.read(one[ord("b")])
     with pytest.raises(RuntimeError, match="structured_outputs cannot go on with this answer"):
         answer.allowed(99)

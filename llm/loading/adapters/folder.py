@@ -1,7 +1,7 @@
 """The tensors of a PEFT adapter, by the module of the base model that they belong to.
 
-Owns reading adapter_model.safetensors strictly: every tensor belongs to a pair of matrices or is named in an error.
-Which layer a module is in our model is `targets.py`'s.
+adapter_model.safetensors is read strictly: every tensor belongs to a pair of matrices or is named in an error. Which
+layer a module is in our model is `targets.py`'s.
 
 adapter_config.json is read strictly: what changes the numbers is understood or refused by name.
 """

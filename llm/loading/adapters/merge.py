@@ -1,7 +1,7 @@
 """Adding an adapter to the weights of a checkpoint while they are read, before they are quantized or packed.
 
-Owns the sum, W + scale * B A in float32, with DoRA's magnitudes, and the tensors that an adapter replaces. Which
-parameter a tensor fills is `llm.loading.weight_map`'s: names of checkpoint and adapter meet there.
+The sum is W + scale * B A in float32, with DoRA's magnitudes. Which parameter a tensor fills is
+`llm.loading.weight_map`'s: names of checkpoint and adapter meet there.
 """
 
 from __future__ import annotations

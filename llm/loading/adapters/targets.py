@@ -1,6 +1,6 @@
 """Which layer of a built model an adapter's module is, and which of its output channels.
 
-Owns the refusals: a module that no layer here can add to is named, with the way to merge it instead.
+A module that no layer here can add to is named, with the way to merge it instead.
 
 Adapters of stacked experts (PEFT's `target_parameters`) become one pair of matrices per expert and layer.
 transformers 5 holds a matrix of all experts as one parameter, and PEFT one pair of tensors for it: [experts * rank,

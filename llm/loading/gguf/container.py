@@ -1,6 +1,6 @@
 """The GGUF container, versions 2 and 3: header, metadata and tensor descriptions, read strictly.
 
-Owns the layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and the checks of everything a file claims:
+The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Everything a file claims is checked:
 each count, length, offset and alignment is compared with the bytes that are there before memory is taken for it. What
 the metadata means is `metadata.py`'s, what a tensor's bits mean `llm.kernels.reference.gguf_blocks`'s.
 

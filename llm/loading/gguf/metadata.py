@@ -1,7 +1,7 @@
 """GGUF metadata -> the keys that Hugging Face's config.json would have.
 
-Owns the translation by architecture. Metadata that changes what is computed and is not understood is an error; what the
-config's own reader checks (ranges, sizes) is left to it.
+Metadata that changes what is computed and is not understood is an error; what the config's own reader checks (ranges,
+sizes) is left to it.
 
 The second half writes a decoder's configuration as metadata. It is held to be the inverse: what is written is read
 again, and a model that would be read as another is refused.

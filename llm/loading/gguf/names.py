@@ -1,7 +1,7 @@
 """GGUF's tensor names -> Hugging Face's, by architecture, and what the converter to GGUF did to the values.
 
-Owns the tables. llama.cpp rotates adjacent channels of llama's queries and keys (GPT-J's order), so its converter
-permutes their rows; Gemma's norms are stored plus one.
+llama.cpp rotates adjacent channels of llama's queries and keys (GPT-J's order), so its converter permutes their rows;
+Gemma's norms are stored plus one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From what the user calls a model to a GGUF file, where it names one.
 
-Owns the spellings: a path, a folder that holds GGUF files alone, and on the hub `org/name:Q4_K_M`, `org/name/file.gguf`
+The spellings are a path, a folder that holds GGUF files alone, and on the hub `org/name:Q4_K_M`, `org/name/file.gguf`
 and `org/name` of a model that has one GGUF file and no safetensors.
 """
 

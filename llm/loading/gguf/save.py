@@ -1,7 +1,7 @@
 """A quantized model as one GGUF file, which llama.cpp reads: the inverse of `llm/loading/gguf`.
 
-Owns the tensors: under GGUF's names, in the types that hold them bit for bit, with rows as llama.cpp has them. Vectors
-are float32, matrices that are not quantized keep their type.
+Tensors are written under GGUF's names, in the types that hold them bit for bit, with rows as llama.cpp has them.
+Vectors are float32, matrices that are not quantized keep their type.
 """
 
 from __future__ import annotations

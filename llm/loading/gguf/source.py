@@ -1,6 +1,6 @@
 """A model in one GGUF file, or in the parts of a split one.
 
-Owns `GgufSource`, the twin of `FolderSource`, and what the files of a split model must agree on.
+`GgufSource` is the twin of `FolderSource`.
 
 Three differences from a Hugging Face checkpoint are undone here. GGUF stores the experts of a layer as one tensor of
 three dimensions: each has its own, a view. It splits the projection behind the latents of DeepSeek by heads, one part
@@ -39,7 +39,7 @@ class GgufTensors:
     A tensor is a view into a private mapping of its file, as those of `llm.loading.checkpoint`.
     """
 
-    def __init__(self, places: Mapping[str, Place], family: Family, heads: int, kv_heads: int) -> None:
+    def __init__(self, places: Mapping[str, TensorPlace], family: Family, heads: int, kv_heads: int) -> None:
         self._family, self._heads, self._kv_heads = family, heads, kv_heads
         self._places = places
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
@@ -203,7 +203,7 @@ Mapped = Callable[[Path], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where one tensor of the checkpoint is: a tensor of the file, one expert's part of it, or two tensors joined.
 
     Attributes:
@@ -248,7 +248,7 @@ class Place:
         return shape if self.expert is None else shape[1:]
 
 
-def placed(files: list[GgufFile], family: Family, experts: int) -> dict[str, Place]:
+def placed(files: list[GgufFile], family: Family, experts: int) -> dict[str, TensorPlace]:
     """Every tensor of the files under Hugging Face's names.
 
     Args:
@@ -257,7 +257,7 @@ def placed(files: list[GgufFile], family: Family, experts: int) -> dict[str, Pla
     Raises:
         CheckpointError: two tensors of one name, another number of experts, or one part of a projection.
     """
-    found: dict[str, Place] = {}
+    found: dict[str, TensorPlace] = {}
     parts: dict[str, dict[str, GgufTensor]] = {}
     for file in files:
         for tensor in file.tensors:
@@ -279,20 +279,20 @@ def placed(files: list[GgufFile], family: Family, experts: int) -> dict[str, Pla
     return found
 
 
-def _places(name: str, tensor: GgufTensor, experts: int, is_latent: bool) -> Iterator[tuple[str, Place]]:
+def _places(name: str, tensor: GgufTensor, experts: int, is_latent: bool) -> Iterator[tuple[str, TensorPlace]]:
     stack = _STACK.fullmatch(name)
     if stack is None:
-        yield name, Place(tensor, is_float=is_latent and BLOCKS[tensor.type].dtype is None)
+        yield name, TensorPlace(tensor, is_float=is_latent and BLOCKS[tensor.type].dtype is None)
         return
     if len(tensor.shape) != (3 if stack[3] == "weight" else 2) or tensor.shape[0] != experts:
         raise CheckpointError(
             f"{tensor.file}: {quote(tensor.name)} has the shape {list(tensor.shape)}, and the model {experts} experts."
         )
     for index in range(experts):
-        yield f"{stack[1]}.{index}.{stack[2]}.{stack[3]}", Place(tensor, index)
+        yield f"{stack[1]}.{index}.{stack[2]}.{stack[3]}", TensorPlace(tensor, index)
 
 
-def _joined(path: str, both: dict[str, GgufTensor]) -> Place:
+def _joined(path: str, both: dict[str, GgufTensor]) -> TensorPlace:
     keys, values = both.get("k_b_proj"), both.get("v_b_proj")
     if keys is None or values is None:
         raise CheckpointError(f"{path} has one of attn_k_b and attn_v_b in this GGUF file, and needs both.")
@@ -302,7 +302,7 @@ def _joined(path: str, both: dict[str, GgufTensor]) -> Place:
             f"{keys.file}: {quote(keys.name)} {list(keys.shape)} does not fit {quote(values.name)} "
             f"{list(values.shape)}."
         )
-    return Place(keys, values=values, is_float=True)
+    return TensorPlace(keys, values=values, is_float=True)
 
 
 def raw_values(tensor: GgufTensor, mapped: Mapped, expert: int | None = None) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The tokenizer in GGUF metadata, as an object of the tokenizers library.
 
-Owns both kinds that our families have: byte-level BPE (`gpt2`), whose text is split by the regular expression that
+Our families have two kinds: byte-level BPE (`gpt2`), whose text is split by the regular expression that
 `tokenizer.ggml.pre` names, and SentencePiece's BPE (`llama`), whose merges follow from the pieces' scores.
 
 The second half writes a tokenizer of either kind (byte-level BPE, SentencePiece's BPE) as metadata, and checks that

@@ -1,7 +1,7 @@
 """How the parts of a layer and its norms are connected to the residual stream.
 
-Owns `LayerConfig` and the arrangements of the families here. Another arrangement (three parts in sequence) is another
-`Norms` with its own `DecoderLayer`, not a branch in one of these.
+Another arrangement (three parts in sequence) is another `Norms` with its own `DecoderLayer`, not a branch in one of
+these.
 
 A layer takes and returns a pair: the output of the last part, and the residual stream before it, None at the first
 layer and where the stream itself is normalised. The next norm adds the two and normalises the sum in one pass over

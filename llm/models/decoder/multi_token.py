@@ -1,6 +1,6 @@
 """The layer behind a decoder's last one that predicts a second token: multi-token prediction.
 
-Owns its config and its module. It drafts tokens (`llm.runner.speculation.head`); no answer depends on it.
+It drafts tokens (`llm.runner.speculation.head`); no answer depends on it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The interface of a layer's parts, and the context they are built in.
 
-Owns `PartConfig`, `NormConfig` and `BuildContext`. A part is attention, an MLP or a recurrent mixer. Its config builds
-its module and declares the states that the module keeps between steps.
+A part is attention, an MLP or a recurrent mixer. Its config builds its module and declares the states that the module
+keeps between steps.
 """
 
 from __future__ import annotations

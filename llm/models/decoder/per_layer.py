@@ -1,6 +1,6 @@
 """Per-layer embeddings (Gemma 3n and 4): every layer has an embedding of its own of each token.
 
-Owns the table of all layers, in one tensor, and what a layer does with its part of it.
+The table of all layers is one tensor; each layer has its part of it.
 """
 
 from __future__ import annotations

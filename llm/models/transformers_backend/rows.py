@@ -1,8 +1,8 @@
 """Each request by itself, on transformers' own attention: for models that the paged kernels do not fit.
 
 ALiBi, relative positions, chunked masks and recurrent layers are computed by transformers' code, which keeps what it
-needs between calls in a cache object. Owns `RowCache`: before a step each request gets such an object, filled from the
-engine's blocks and slots, and afterwards the new tokens' keys and values and the recurrent states go back there. So
+needs between calls in a cache object. That is `RowCache`: before a step each request gets such an object, filled from
+the engine's blocks and slots, and afterwards the new tokens' keys and values and the recurrent states go back there. So
 chunked prefill, prefix caching (without recurrent states) and preemption work as for every model. The matrices of a
 step are read once per request, not once per step: many requests together are no faster than one after another.
 """

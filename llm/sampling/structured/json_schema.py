@@ -22,11 +22,11 @@ from llm.sampling.structured.regex import (
     FORMATS,
     FRACTION,
     LONGEST_PATTERN,
+    BuiltRegex,
     Ranges,
+    RegexBuilder,
     TooManyChoices,
     UnknownLength,
-    Word,
-    Words,
     alternatives_of,
     at_least,
     at_most,
@@ -111,7 +111,7 @@ class _Compiler:
         self._place = place
         self._root = root
         self._defined: set[str] = set()
-        self._words = Words(language)
+        self._words = RegexBuilder(language)
         self._algebra = Algebra(self._resolve)
         self._scalars: dict[str, int] = {}
         self._starts: dict[str, int] = {}
@@ -124,7 +124,7 @@ class _Compiler:
     def _literal(self, text: str) -> int:
         return self._words.lexeme(self._words.literal(text))
 
-    def _character(self, ranges: Ranges) -> Word:
+    def _character(self, ranges: Ranges) -> BuiltRegex:
         """One character of a JSON string: itself, or its escape."""
         words = self._words
         plain = [
@@ -145,7 +145,7 @@ class _Compiler:
         ]
         return words.alt(*([words.characters(plain)] if plain else []), *short, *numbers)
 
-    def _quoted(self, content: Word) -> int:
+    def _quoted(self, content: BuiltRegex) -> int:
         quote = self._words.literal('"')
         return self._words.lexeme(self._words.cat(quote, content, quote))
 
@@ -231,13 +231,13 @@ class _Compiler:
             wanted += [at_most(exact(item[name]), is_strict)] if name in item else []
         return self._decimals(wanted, item, machines)
 
-    def _decimals(self, wanted: Sequence[str], item: Alternative, machines: Sequence[Word] = ()) -> int:
+    def _decimals(self, wanted: Sequence[str], item: Alternative, machines: Sequence[BuiltRegex] = ()) -> int:
         excluded = [spellings(exact(value)) for value in item.get("excluded", ())]
         without = [*map(self._decimal, excluded)]
         without += [self._multiples_machine(Fraction(str(each)), True) for each in item.get("nomultiples", ())]
         return self._words.lexeme(*map(self._decimal, dict.fromkeys(wanted)), *machines, without=without)
 
-    def _decimal(self, pattern: str) -> Word:
+    def _decimal(self, pattern: str) -> BuiltRegex:
         if len(pattern) > LONGEST_PATTERN:
             raise UnknownLength("bounds of numbers with hundreds of digits")
         return parse_regex(self._words, pattern, self._words.characters)
@@ -278,7 +278,7 @@ class _Compiler:
             return self._decimals([pattern], item, [self._multiples_machine(Fraction(divisor), False)])
         return self._multiples(divisor)
 
-    def _multiples_machine(self, divisor: Fraction, with_points: bool) -> Word:
+    def _multiples_machine(self, divisor: Fraction, with_points: bool) -> BuiltRegex:
         """Decimals that are multiples, read by the remainders of their digits; a grammar has no word for them."""
         places, step = 0, divisor
         while step.denominator > 1:
@@ -324,7 +324,7 @@ class _Compiler:
         quoted = [[words.cat(quote, text, quote) for text in texts] for texts in (wanted, without)]
         return words.lexeme(*quoted[0], without=quoted[1])
 
-    def _text_of(self, item: Alternative) -> list[Word]:
+    def _text_of(self, item: Alternative) -> list[BuiltRegex]:
         """What a string must be, all of it."""
         patterns = item.get("patterns", [])
         formats = [FORMATS[name] for name in item.get("formats", ()) if name in FORMATS]
@@ -335,7 +335,7 @@ class _Compiler:
             found.append(self._words.repeat(self._any_character, low, high))
         return found
 
-    def _pattern(self, pattern: str) -> Word:
+    def _pattern(self, pattern: str) -> BuiltRegex:
         """A pattern is searched: without anchors, any text may precede and follow it."""
         words, anything = self._words, self._words.repeat(self._any_character, 0)
         choices = []
@@ -605,7 +605,7 @@ class _Compiler:
         without = [text for is_so, text in texts if not is_so] + ([taken] if taken else [])
         return words.lexeme(*wanted, without=without)
 
-    def _text_like(self, kind: str, value: str | tuple[str, ...] | tuple[int, int]) -> Word:
+    def _text_like(self, kind: str, value: str | tuple[str, ...] | tuple[int, int]) -> BuiltRegex:
         if isinstance(value, str):
             return (
                 self._pattern(value) if kind == "pattern" else parse_regex(self._words, FORMATS[value], self._character)

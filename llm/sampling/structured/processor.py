@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from llm.sampling.logits_processors.interface import BatchUpdate, LogitsProcessor, process_dict_updates, to_device
-from llm.sampling.structured.structure import Answer, Structure
+from llm.sampling.structured.structure import ConstrainedAnswer, Structure
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class _Row:
     structure: Structure
     output_ids: list[int]
     budget: int
-    answer: Answer | None = None
+    answer: ConstrainedAnswer | None = None
     read: int = 0
     ahead: list[int] = field(default_factory=list)
     barred: list[np.ndarray] = field(default_factory=list)
@@ -81,12 +81,12 @@ class _Row:
         forced = [token for token, draft in zip(self.ahead, drafts, strict=False) if token == draft]
         return _Masks(list(self.barred), forced[: len(self.barred) - 1])
 
-    def _follow(self) -> Answer:
+    def _follow(self) -> ConstrainedAnswer:
         """The answer after all output tokens."""
         new = self.output_ids[self.read :]
         known = len(self.ahead)
         if self.answer is None or new[:known] != self.ahead[: len(new)]:
-            self.answer, self.read, self.ahead, self.barred = Answer(self.structure), 0, [], []
+            self.answer, self.read, self.ahead, self.barred = ConstrainedAnswer(self.structure), 0, [], []
             new, known = list(self.output_ids), 0
         for token in new[known:]:
             self.answer.read(token)
@@ -94,7 +94,7 @@ class _Row:
         self.read, self.ahead, self.barred = self.read + count, self.ahead[count:], self.barred[count:]
         return self.answer
 
-    def _mask(self, answer: Answer) -> np.ndarray:
+    def _mask(self, answer: ConstrainedAnswer) -> np.ndarray:
         return ~answer.allowed(self.budget - self.read - len(self.ahead) - 1)
 
     def _forces(self, token: int) -> bool:

@@ -62,63 +62,65 @@ def ascii_classes(pattern: str) -> str:
 
 
 class Builder(Protocol[T]):
-    """What expressions are made with: a `Language`, or `Words` of one."""
+    """What expressions are made with: a `Language`, or `RegexBuilder` of one."""
 
     def cat(self, *parts: T) -> T: ...
     def alt(self, *choices: T) -> T: ...
     def repeat(self, node: T, low: int, high: int = -1) -> T: ...
 
 
-class Word(NamedTuple):
+class BuiltRegex(NamedTuple):
     """A regular expression: its node in a language, and the same as text for llguidance."""
 
     node: int
     text: str
 
 
-class Words:
+class RegexBuilder:
     """Makes regular expressions in two forms at once, so that nothing can be said in one and not in the other."""
 
     def __init__(self, language: Language) -> None:
         self._language = language
 
-    def characters(self, ranges: Ranges) -> Word:
+    def characters(self, ranges: Ranges) -> BuiltRegex:
         """One character of the ranges."""
         text = "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in _writable(self._language, ranges))
-        return Word(utf8(self._language, ranges), f"[{text}]")
+        return BuiltRegex(utf8(self._language, ranges), f"[{text}]")
 
-    def literal(self, text: str) -> Word:
+    def literal(self, text: str) -> BuiltRegex:
         written = "".join(each if each.isascii() and each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text)
-        return Word(self._language.literal(text.encode()), written)
+        return BuiltRegex(self._language.literal(text.encode()), written)
 
-    def any_of(self, texts: Iterable[str]) -> Word:
+    def any_of(self, texts: Iterable[str]) -> BuiltRegex:
         """One of these strings."""
         lacking = self._language.lacking
         distinct = sorted(text for text in set(texts) if not lacking.intersection(text.encode()))
         written = "|".join(self.literal(text).text for text in distinct)
-        return Word(self._language.words(text.encode() for text in distinct), f"(?:{written})")
+        return BuiltRegex(self._language.words(text.encode() for text in distinct), f"(?:{written})")
 
-    def cat(self, *parts: Word) -> Word:
-        return Word(self._language.cat(*(part.node for part in parts)), "".join(part.text for part in parts))
+    def cat(self, *parts: BuiltRegex) -> BuiltRegex:
+        return BuiltRegex(self._language.cat(*(part.node for part in parts)), "".join(part.text for part in parts))
 
-    def alt(self, *choices: Word) -> Word:
+    def alt(self, *choices: BuiltRegex) -> BuiltRegex:
         kept = [each for each in choices if each.node != EMPTY]
         if len(kept) <= 1:
-            return kept[0] if kept else Word(EMPTY, "")
-        return Word(self._language.alt(*(each.node for each in kept)), f"(?:{'|'.join(each.text for each in kept)})")
+            return kept[0] if kept else BuiltRegex(EMPTY, "")
+        return BuiltRegex(
+            self._language.alt(*(each.node for each in kept)), f"(?:{'|'.join(each.text for each in kept)})"
+        )
 
-    def repeat(self, node: Word, low: int, high: int = -1) -> Word:
+    def repeat(self, node: BuiltRegex, low: int, high: int = -1) -> BuiltRegex:
         if node.node == EMPTY:
             return self.cat() if low == 0 else node
         count = {(0, -1): "*", (1, -1): "+", (0, 1): "?"}.get((low, high), f"{{{low},{'' if high == -1 else high}}}")
-        return Word(self._language.repeat(node.node, low, high), f"(?:{node.text}){count}")
+        return BuiltRegex(self._language.repeat(node.node, low, high), f"(?:{node.text}){count}")
 
-    def machine(self, moves: list[list[tuple[int, int]]], accepts: list[bool]) -> Word:
+    def machine(self, moves: list[list[tuple[int, int]]], accepts: list[bool]) -> BuiltRegex:
         """As `Language.machine`; no regular expression is written for it, so there is no grammar."""
         self._language.has_grammar = False
-        return Word(self._language.machine(moves, accepts), "")
+        return BuiltRegex(self._language.machine(moves, accepts), "")
 
-    def lexeme(self, *wanted: Word, without: Sequence[Word] = ()) -> int:
+    def lexeme(self, *wanted: BuiltRegex, without: Sequence[BuiltRegex] = ()) -> int:
         """The node of a grammar's word: the strings of all of the `wanted`, and `without` those of others."""
         others = [word for word in without if word.node != EMPTY]
         if any(word.node == EMPTY for word in wanted):

@@ -27,7 +27,7 @@ from llm.outputs import StructuredOutcome
 from llm.sampling.structured import first_line, refused, unusable
 from llm.sampling.structured.json_schema import compile_schema, language_of
 from llm.sampling.structured.language import EMPTY, IMPOSSIBLE, Language, Needs, TokenReader, grammar_of
-from llm.sampling.structured.regex import NEEDED_BYTES, UnknownLength, Words, ascii_classes, parse_regex
+from llm.sampling.structured.regex import NEEDED_BYTES, RegexBuilder, UnknownLength, ascii_classes, parse_regex
 from llm.sampling.structured.schema import check_numbers, read_schema
 from llm.sampling.structured.structural_tag import format_grammar, format_language, read_tags, special_bytes
 from llm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -167,7 +167,7 @@ class Structure:
             return all(self.language.step(state, byte) == EMPTY for byte in range(256))
 
 
-class Answer:
+class ConstrainedAnswer:
     """The answer of one row as it grows.
 
     What is allowed is a function of the tokens read, because all of this state is the answer's own: the matcher
@@ -386,7 +386,7 @@ def _kind(params: StructuredOutputsParams) -> tuple[str, Any]:
 def _check_beginning(structure: Structure, kind: str, value: object) -> None:
     """Refuse a grammar that no answer to can begin, such as one that is too large for llguidance."""
     try:
-        Answer(structure).allowed(IMPOSSIBLE)
+        ConstrainedAnswer(structure).allowed(IMPOSSIBLE)
     except RuntimeError as error:
         raise unusable(kind, value, first_line(error).rstrip(".")) from error
 
@@ -443,7 +443,7 @@ def _language(kind: str, value: Any, vocabulary: Vocabulary) -> tuple[Language |
     def build(language: Language) -> int:
         if kind == "json":
             return compile_schema(language, value)
-        words = Words(language)
+        words = RegexBuilder(language)
         if kind == "regex":
             return words.lexeme(parse_regex(words, value, words.characters))
         if kind == "choice":

@@ -1,8 +1,8 @@
 """The machine's memory read bandwidth and GEMM rate, measured before anything else, by the best kernels there are.
 
-Owns the two rates that every figure is compared with, and the warnings when they are not reliable: a spread between
-repetitions, or other processes on the same cores. A model that fits into the caches is read faster than from memory,
-and integers are multiplied faster than floats: `calibrate_for` measures both as the model has them.
+Every figure is compared with the two rates. A spread between repetitions, or other processes on the same cores, is
+warned of. A model that fits into the caches is read faster than from memory, and integers are multiplied faster than
+floats: `calibrate_for` measures both as the model has them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`python -m llm bench`: arguments in, tables or JSON out.
 
-Owns the subcommand. Imports no PyTorch: the command imports it and the engine when it
-runs, and measures the time.
+Imports no PyTorch: the command imports it and the engine when it runs, and measures the time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The measurements as one JSON object, which `--json` prints and `as_text` renders as tables.
 
-Owns the schema, version 1. Times are seconds where a key ends in `_s`, sizes bytes where it ends in `_bytes`.
+The schema is of version 1. Times are seconds where a key ends in `_s`, sizes bytes where it ends in `_bytes`.
 
     schema, version, torch, transformers
     options             as given

@@ -1,7 +1,7 @@
 """`python -m llm bench --sampler`: the time of one sampler step on random logits.
 
-Owns the cases and their table. Each figure is compared with one pass over the same logits, the time to read them once
-and take their maximum, which no sampler can beat.
+Each figure is compared with one pass over the same logits, the time to read them once and take their maximum, which no
+sampler can beat.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m llm bench --speculation`: one stream with and without drafts, alternating.
 
-Owns the workloads. What a model answers decides what drafting gives, so answers are forced: greedy tokens are replaced
-by an answer's (w5 and free), or a JSON schema leaves few (w6). Both runs must give the same tokens.
+What a model answers decides what drafting gives, so answers are forced: greedy tokens are replaced by an answer's (w5
+and free), or a JSON schema leaves few (w6). Both runs must give the same tokens.
 """
 
 from __future__ import annotations
