@@ -292,7 +292,7 @@ def cos_sin_table(per_position: torch.Tensor, length: int, factor: float = 1.0) 
 def _pair_axis(rope: RopeParameters, rotary_dim: int) -> torch.Tensor:
     """Which of the three positions each pair of channels follows: int64 [rotary_dim / 2]."""
     sections, pairs = rope.mrope_section, rotary_dim // 2
-    axis = torch.zeros(pairs, dtype=torch.int64)
+    axis = [0] * pairs
     if len(sections) == 3 and sum(sections) == pairs:
         for index in (1, 2):
             start = sum(sections[:index])
@@ -301,14 +301,14 @@ def _pair_axis(rope: RopeParameters, rotary_dim: int) -> torch.Tensor:
                 if rope.mrope_interleaved
                 else slice(start, start + sections[index])
             )
-            axis[run] = index
-    if axis.bincount(minlength=3).tolist() != list(sections):
+            axis[run] = [index] * len(axis[run])
+    if [axis.count(index) for index in range(3)] != list(sections):
         raise ValidationError(
             f"mrope_section={list(sections)} must be three numbers that share out the {pairs} rotated pairs.",
             parameter="mrope_section",
             value=sections,
         )
-    return axis
+    return torch.tensor(axis)
 
 
 @CustomOp.register("apply_rotary_emb")

@@ -313,6 +313,7 @@ def _add_plan(commands: Commands) -> None:
         option = "--" + name.replace("_", "-")
         command.add_argument(option, metavar="N" if kind is int else "NAME", type=kind, help=text)
     command.add_argument("--calibrate", action="store_true", help="measure this machine for a second, and keep it")
+    command.add_argument("--image", metavar="WxH", help="also the tokens of an image of this size: 1024x768")
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -320,6 +321,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     from llm.llm import EMBEDDED_MODEL, LLM
 
     given = {name: getattr(args, name) for name in _PLAN_ARGUMENTS if getattr(args, name) is not None}
-    found = LLM.plan(EMBEDDED_MODEL if args.model is None else args.model, calibrate=args.calibrate, **given)
+    model = EMBEDDED_MODEL if args.model is None else args.model
+    found = LLM.plan(model, calibrate=args.calibrate, image=args.image, **given)
     print(json.dumps(found.to_dict(), indent=2) if args.json else found)
     return 0 if found.fits else _DOES_NOT_FIT

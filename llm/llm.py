@@ -270,7 +270,9 @@ class LLM:
         self._preprocessor = Preprocessor(self.config.model_config, built.engine.tokenizer, built.engine.eos_token_ids)
         self._preprocessor.reasoning = self.config.reasoning_config
         self._preprocessor.logits_processors = built.plan.logits_processors
-        self._preprocessor.images = images_of(built.plan, self._args)
+        self._preprocessor.images = (
+            images_of(built.plan.source.folder, built.plan.hf_config, self._args) if built.plan.has_weights else None
+        )
         if prefix_cache is not None:
             load_cache_into(self, prefix_cache)
         for note in (*notes, f"resolved configuration\n{self.config}") if verbose else ():
@@ -795,7 +797,14 @@ class LLM:
         return scoring.classify_choices(self, prompts, choices, normalize, delimiter, lora_request, use_tqdm)
 
     @classmethod
-    def plan(cls, model: str | Path = EMBEDDED_MODEL, *, calibrate: bool = False, **arguments: object) -> ModelPlan:
+    def plan(
+        cls,
+        model: str | Path = EMBEDDED_MODEL,
+        *,
+        calibrate: bool = False,
+        image: str | None = None,
+        **arguments: object,
+    ) -> ModelPlan:
         """What `LLM(model, **arguments)` would take and allow on this machine now; no weight is read.
 
         Weights in bytes for each quantization, bytes of the KV cache, how many sequences of which length fit, and if
@@ -804,12 +813,13 @@ class LLM:
         Args:
             calibrate: measure this machine for a second, for the highest speed to expect, and remember it; without,
                 the speed follows from what was measured last, if anything was.
+            image: a size such as "1024x768", for the tokens of an image, and how many prompts with one fit.
             **arguments: of `LLM`.
 
         Raises:
             ValidationError, CheckpointError, UnsupportedModelError: as `LLM(...)` would.
         """
-        return whole_model.plan(model, calibrate, arguments)
+        return whole_model.plan(model, calibrate, arguments, image)
 
     @classmethod
     def compare(

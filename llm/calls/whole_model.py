@@ -145,9 +145,9 @@ def _set_processors(llm: LLM, classes: Sequence[type[LogitsProcessor]]) -> None:
     llm._preprocessor.logits_processors = classes
 
 
-def plan(model: str | Path, calibrate: bool, arguments: Mapping[str, object]) -> ModelPlan:
+def plan(model: str | Path, calibrate: bool, arguments: Mapping[str, object], image: str | None = None) -> ModelPlan:
     """`LLM.plan`; the highest speed to expect follows from what was measured of this machine."""
-    from llm.setup.preview import preview
+    from llm.setup.preview import preview, with_image
     from llm.tools.bench import calibrate as bench
 
     check_flag("calibrate", calibrate)
@@ -156,11 +156,12 @@ def plan(model: str | Path, calibrate: bool, arguments: Mapping[str, object]) ->
     given = {name: value for name, value in arguments.items() if name in known}
     args = EngineArgs.from_user(model=model, **given)
     measured = bench.calibrate(_CALIBRATION_SECONDS) if calibrate else bench.stored()
-    if measured is None:
-        return preview(args)
-    if calibrate:
+    if calibrate and measured is not None:
         bench.keep(measured)
-    return replace(preview(args, measured.rates), notes=tuple(measured.warnings()))
+    found = preview(args, None if measured is None else measured.rates)
+    if measured is not None:
+        found = replace(found, notes=tuple(measured.warnings()))
+    return found if image is None else with_image(found, args, image)
 
 
 def quantization_report(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,7 +24,6 @@ import torch
 from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.config.engine import EngineArgs
-from llm.engine.boundary import RunnerPlan
 from llm.engine.prompts import ParsedPrompt, PromptMedia
 from llm.engine.rows import Row
 from llm.engine.step import RowImage, RowImages
@@ -67,11 +66,11 @@ class PromptImages:
         self,
         folder: Path,
         config: JsonObject,
-        tokenizer: Tokenizer | None,
+        make_tokenizer: Callable[[], Tokenizer] | None,
         limits: MediaLimits,
         options: Mapping[str, object],
     ) -> None:
-        self._folder, self._config, self._tokenizer = folder, config, tokenizer
+        self._folder, self._config, self._make_tokenizer = folder, config, make_tokenizer
         self.limits = limits
         self._options = dict(options)
         self._has_axes = "mrope_section" in json.dumps(config, default=str)
@@ -88,18 +87,25 @@ class PromptImages:
     @cached_property
     def processor(self) -> PictureProcessor:
         """Raises `ValidationError` where there is none."""
-        if self._tokenizer is None:
+        if self._make_tokenizer is None:
             raise ValidationError("images need a tokenizer: skip_tokenizer_init=True.", parameter=NAME)
         try:
             settings = {name: self._settings(name) for name in FILES}
             check_small_files(self._folder)
-            return PictureProcessor(self._folder, self._config, self._tokenizer.huggingface(), settings)
+            return PictureProcessor(self._folder, self._config, self._make_tokenizer().huggingface(), settings)
         except LLMError as error:
             raise ValidationError(str(error), parameter=NAME) from error
 
     def _settings(self, name: str) -> JsonObject:
         path = self._folder / name
         return read_json(path, limit_bytes=_CONFIG_BYTES) if path.exists() else {}
+
+    def tokens_of(self, width: int, height: int) -> int:
+        """How many tokens an image of this size has in a prompt."""
+        from PIL import Image
+
+        self.limits.check_size(width, height)
+        return len(self.processor.ids(self.processor.process(Image.new("RGB", (width, height)), self._options).text))
 
     def start(self, media: PromptMedia) -> Future[list[_Read]]:
         """Read and process the pictures of a prompt, in a thread."""
@@ -223,7 +229,12 @@ class PromptImages:
             image = picture.open(self.limits) if image is None else image
             processed = self.processor.process(image, options, count)
             self._keep(key, processed)
-        return _Read(picture, key, processed.text, self.processor.ids(processed.text))
+        read = _Read(picture, key, processed.text, self.processor.ids(processed.text))
+        if not self._count(read):
+            raise bad_picture(
+                f"{self._config.get('model_type')} is not read: its processor writes no token where features would be"
+            )
+        return read
 
     def _key(self, picture: Picture, count: int, options: Mapping[str, object]) -> bytes:
         alone = count == 1
@@ -261,13 +272,14 @@ class PromptImages:
                 self._uuids.popitem(last=False)
 
 
-def images_of(plan: RunnerPlan, args: EngineArgs) -> PromptImages | None:
-    """What reads pictures for this model; None: it has no vision tower. Raises `ValidationError` for the limits."""
+def images_of(folder: Path, config: JsonObject, args: EngineArgs) -> PromptImages | None:
+    """What reads pictures for the model in this folder; None: it has no vision tower. Raises `ValidationError` for
+    limits."""
     limits = MediaLimits.of(args.limit_mm_per_prompt, args.allowed_local_media_path)
-    if not isinstance(plan.hf_config.get("vision_config"), Mapping) or not plan.has_weights:
+    if not isinstance(config.get("vision_config"), Mapping):
         return None
-    tokenizer = None if args.skip_tokenizer_init else Tokenizer(plan.source.tokenizer(), args.chat_template)
-    return PromptImages(plan.source.folder, plan.hf_config, tokenizer, limits, args.mm_processor_kwargs or {})
+    make = None if args.skip_tokenizer_init else partial(Tokenizer, folder, args.chat_template)
+    return PromptImages(folder, config, make, limits, args.mm_processor_kwargs or {})
 
 
 def without_images(

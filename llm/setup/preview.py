@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from llm.base.checks import refuse
 from llm.base.library_settings import library_defaults
 from llm.base.text import quote
 from llm.base.types import JsonObject
@@ -31,6 +32,11 @@ from llm.loading.gguf.container import read_header
 from llm.loading.gguf.resolve import choose_on_hub, find_cached, hub_name_of
 from llm.loading.resolve import cached_folder, explain, hub_files, is_hub_name, resolve_folder, weight_files
 from llm.loading.sentence_transformers import read_sentence_modules
+from llm.engine.images import NO_TOWER, images_of
+from llm.errors import LLMError, OutOfMemoryError, ValidationError
+from llm.loading.headers import without_weights
+from llm.loading.resolve import resolve_folder
+from llm.loading.source import FolderSource
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
 from llm.quantization.on_load import OnlineConfig
@@ -63,6 +69,8 @@ class ModelPlan:
         decode_tokens_per_second, prefill_tokens_per_second: at most, of one stream, by the measured rates of this
             machine; None: not measured.
         notes: why the measured rates may be wrong.
+        image, image_tokens: the size that was asked for, and the tokens that such an image has in a prompt.
+        image_prompts: how many prompts with one such image and no other token the KV cache holds at once.
     """
 
     model: str
@@ -89,6 +97,9 @@ class ModelPlan:
     decode_tokens_per_second: float | None = None
     prefill_tokens_per_second: float | None = None
     notes: tuple[str, ...] = ()
+    image: str = ""
+    image_tokens: int = 0
+    image_prompts: int = 0
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -106,6 +117,9 @@ class ModelPlan:
             lines.append(f"  reserved         {_size(self.kv_cache_bytes)}: {self._reserved()}")
             held = (f"{count} of {length:,} tokens" for length, count in self.sequences.items())
             lines.append(f"  sequences        {' or '.join(held)}; max_num_seqs={self.max_num_seqs}")
+        if self.image:
+            prompts = f"; {self.image_prompts:,} prompts with one" if self.image_prompts else ""
+            lines.append(f"image              {self.image} is {self.image_tokens:,} tokens{prompts}")
         return "\n".join([*lines, *self._speed(), *self._verdict()])
 
     def _reserved(self) -> str:
@@ -127,6 +141,25 @@ class ModelPlan:
         change = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
         found = f"would fit with     {change}" if change else "would fit with     nothing that was tried"
         return [f"fits               no: {self.why_not}", found]
+
+
+def with_image(found: ModelPlan, args: EngineArgs, size: str) -> ModelPlan:
+    """The plan with what an image of this size ("1024x768", width first) takes.
+
+    Raises:
+        ValidationError: the size is none, or the model reads no images.
+    """
+    width, _, height = size.lower().partition("x")
+    if not (width.isdigit() and height.isdigit() and int(width) and int(height)):
+        refuse("image", size, "a size such as '1024x768', width first")
+    source = FolderSource(resolve_folder(args.model, args.revision, weights=False))
+    images = images_of(source.folder, source.config(), args)
+    if images is None:
+        raise ValidationError(f"{NO_TOWER}.", parameter="image", value=size)
+    tokens = images.tokens_of(int(width), int(height))
+    blocks = -(-tokens // found.block_size) if found.block_size else 0
+    held = min(found.num_blocks // blocks, found.max_num_seqs) if blocks and tokens < found.max_model_len else 0
+    return replace(found, image=size, image_tokens=tokens, image_prompts=held)
 
 
 def preview(args: EngineArgs, rates: Rates | None = None, free: int | None = None) -> ModelPlan:

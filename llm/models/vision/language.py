@@ -7,6 +7,10 @@ made here: `Images_LlamaForCausalLM` is that of Llama.
 
 from __future__ import annotations
 
+from typing import cast
+
+from torch import nn
+
 from llm.base.text import show
 from llm.errors import UnsupportedModelError
 from llm.models.config_reader import ConfigReader
@@ -16,7 +20,14 @@ from llm.models.transformers_backend.skeleton import Theirs
 
 _PREFIX = "Images_"
 # The name of a language model's config in transformers -> the family whose class reads it.
-_SAME = {"qwen3_vl_moe_text": "qwen3_moe"}
+_SAME = {
+    "glm4v_text": "glm4",
+    "glm_ocr_text": "glm4",
+    "granite4_vision_text": "granite",
+    "granite_docling_text": "granite",
+    "paddleocr_vl_text": "llama",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
 _made: dict[str, type] = {}
 
 
@@ -24,18 +35,20 @@ class ReadsImages(TextPart):
     """Before a family's class among the bases."""
 
     renames = (
+        ("model.language_model.lm_head", "lm_head"),
         *TextPart.renames,
         ("model.text_model", "model"),
         ("language_model", "model"),
     )
-    left_out = (
-        *TextPart.left_out,
-        "connector",
-        "model.connector",
-        "image_newline",
-        "model.image_newline",
-        "mlp1",
-    )
+
+    def ignores_weight(self, name: str) -> bool:
+        """Those of the other parts: the vision tower, which reads them, is as strict."""
+        segments = name.split(".")
+        own = {own for own, _ in cast("nn.Module", self).named_children()} - {"model"}
+        own |= {own for own, _ in cast("nn.Module", self).get_submodule("model").named_children()}
+        while len(segments) > 1 and segments[0] in ("model", "language_model", "text_model"):
+            segments.pop(0)
+        return segments[0] not in own
 
 
 def language_family(raw: dict[str, Theirs]) -> str:
@@ -97,6 +110,10 @@ def _read(own: type[DecoderForCausalLM], reader: ConfigReader) -> DecoderConfig:
     if reader.family == "paligemma":
         for key in ("use_bidirectional_attention", "num_image_tokens"):  # of prompts with pictures, see both_ways.py
             known.pop(key, None)
+    if reader.family == "glm_ocr":
+        known["attention_bias"] = False
+    if reader.family == "paddleocr_vl":
+        known["attention_bias"] = known["mlp_bias"] = known.pop("use_bias", False)
     if reader.family == "qwen3_vl_moe":
         known["norm_topk_prob"] = True  # in transformers its router always does
     if reader.family in ("aya_vision", "cohere2_vision"):

@@ -96,7 +96,7 @@ class PictureProcessor:
         from PIL import Image
 
         blank = [Image.new("RGB", (1, 1))] * len(texts)
-        options = {"format": False} if self._family == "got_ocr2" else {}
+        options = {"format": False, "images_kwargs": {}} if self._family == "got_ocr2" else {}
         _, (whole,), *_ = self._theirs.prepare_inputs_layout(images=blank, text=[text], **options)
         parts = whole.split(self.placeholder)
         expanded = parts[0] + "".join(own + part for own, part in zip(texts, parts[1:], strict=True))
@@ -136,10 +136,11 @@ class PictureProcessor:
             merged["return_tensors"] = "pt"
             pictures = [picture] * (2 if count > 1 and self._family in _FINER_ALONE else 1)
             found, texts = self._theirs._process_images(self._nested(pictures), **merged)
-        except (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, NotImplementedError) as error:
+            reason = clip(" ".join(str(error).split()), 200) or type(error).__name__
             size = "x".join(map(str, picture.size))
             raise ValidationError(
-                f"the image ({size}) cannot be processed: {clip(' '.join(str(error).split()), 200)}",
+                f"the image ({size}) cannot be processed: {reason}",
                 parameter="multi_modal_data",
             ) from error
         unused = {*self._theirs.unused_input_names, *_NOT_FOR_TOWERS}
@@ -150,7 +151,9 @@ class PictureProcessor:
 
     def _known_options(self) -> frozenset[str]:
         """The names of a picture's settings."""
-        of_class = self._theirs.valid_processor_kwargs.__annotations__["images_kwargs"]
+        from transformers.processing_utils import ImagesKwargs
+
+        of_class = self._theirs.valid_processor_kwargs.__annotations__.get("images_kwargs", ImagesKwargs)
         of_images = getattr(self._theirs.image_processor, "valid_kwargs", of_class)
         return frozenset({*of_class.__annotations__, *of_images.__annotations__}) - {"return_tensors", "device"}
 
