@@ -154,7 +154,7 @@ def test_a_uuid_stands_for_a_picture_that_came_before(llm: LLM) -> None:
         ([PICTURE, 5], MARK * 2, {}, "image 1: an image must be a PIL image, a path, bytes"),
         (PICTURE, MARK, {"mm_processor_kwargs": {"sise": 1}}, "no key 'sise'.*did you mean 'size'"),
         (PICTURE, MARK, {"multi_modal_uuids": {"image": ["a", "b"]}}, "as many as there are images"),
-        (PICTURE, MARK + "x" * 300, {}, "max_model_len is 256"),
+        (PICTURE, MARK + "x" * 1300, {}, "max_model_len is 1024"),
         ([PICTURE] * 2, "<|image_pad|>" * 2, {}, "no token between them"),
     ],
 )
