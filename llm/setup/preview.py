@@ -25,17 +25,14 @@ from llm.base.types import JsonObject
 from llm.config.compilation import CompilationConfig
 from llm.config.engine import GIB, EngineArgs
 from llm.engine.boundary import Rates, RunnerPlan
-from llm.errors import CheckpointError, LLMError, OutOfMemoryError
+from llm.engine.images import NO_TOWER, images_of
+from llm.errors import CheckpointError, LLMError, OutOfMemoryError, ValidationError
 from llm.kernels.select import backend_for
 from llm.loading.checkpoint import HEADER_LIMIT_BYTES, find_index, read_weight_map
 from llm.loading.gguf.container import read_header
 from llm.loading.gguf.resolve import choose_on_hub, find_cached, hub_name_of
 from llm.loading.resolve import cached_folder, explain, hub_files, is_hub_name, resolve_folder, weight_files
 from llm.loading.sentence_transformers import read_sentence_modules
-from llm.engine.images import NO_TOWER, images_of
-from llm.errors import LLMError, OutOfMemoryError, ValidationError
-from llm.loading.headers import without_weights
-from llm.loading.resolve import resolve_folder
 from llm.loading.source import FolderSource
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
@@ -43,6 +40,7 @@ from llm.quantization.on_load import OnlineConfig
 from llm.setup.extensions import let_platform_update, without_broken_platforms
 from llm.setup.memory import ModelSizes
 from llm.setup.plan import make_plan, weight_bytes_in_memory
+from llm.setup.preview import without_weights
 from llm.setup.source import ReadModel, check_supported, read_model
 
 # Lengths that the table of sequences has, besides the longest.
