@@ -40,7 +40,6 @@ from llm.quantization.on_load import OnlineConfig
 from llm.setup.extensions import let_platform_update, without_broken_platforms
 from llm.setup.memory import ModelSizes
 from llm.setup.plan import make_plan, weight_bytes_in_memory
-from llm.setup.preview import without_weights
 from llm.setup.source import ReadModel, check_supported, read_model
 
 # Lengths that the table of sequences has, besides the longest.
