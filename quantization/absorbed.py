@@ -77,24 +77,14 @@ class AbsorbedLinearMethod(LinearMethodBase):
         self.invariant = backend.computes(*_OPERATIONS)
         self.kernel = backend.source("heads_linear")
 
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        *,
-        weight_loader: WeightLoader,
+    def create(
+        self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader
     ) -> None:
         if self._stored is not None:
-            sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
-            self._stored.create_weights(layer, *sizes, params_dtype, weight_loader=weight_loader)
+            self._stored.create(layer, sizes, columns, dtype, loader)
             return
-        shape = sum(output_partition_sizes), input_size_per_partition
-        data = torch.empty(shape, dtype=params_dtype, device=construction().device)
-        layer.weight = new_parameter(data, weight_loader, output_dim=0, input_dim=1)
+        data = torch.empty((sum(sizes), columns), dtype=dtype, device=construction().device)
+        layer.weight = new_parameter(data, loader, output_dim=0, input_dim=1)
         layer.packed_weight = None  # type: ignore[assignment]
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

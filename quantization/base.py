@@ -72,7 +72,6 @@ class LinearMethodBase(QuantizeMethodBase):
 
     linear: Callable[[torch.Tensor, Weight], torch.Tensor] | None = None
 
-    @abstractmethod
     def create_weights(
         self,
         layer: nn.Module,
@@ -85,6 +84,13 @@ class LinearMethodBase(QuantizeMethodBase):
         weight_loader: WeightLoader,
     ) -> None:
         """Register the parameters of a weight [sum(output_partition_sizes), input_size_per_partition]."""
+        self.create(layer, output_partition_sizes, input_size_per_partition, params_dtype, weight_loader)
+
+    def create(
+        self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader
+    ) -> None:
+        """As `create_weights`, of which a subclass overrides one: a weight [sum(sizes), columns]."""
+        raise NotImplementedError(f"{type(self).__name__} has no create_weights")
 
     @abstractmethod
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

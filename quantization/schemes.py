@@ -130,22 +130,10 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         self.invariant = backend.computes("linear")
         self.kernel = backend.source("linear")
 
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        *,
-        weight_loader: WeightLoader,
+    def create(
+        self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader
     ) -> None:
-        def ready(weight: IntegerWeight) -> None:
-            self._take(layer, weight)
-
-        sizes = output_partition_sizes
-        self.storage.create(layer, sizes, input_size_per_partition, params_dtype, weight_loader, ready)
+        self.storage.create(layer, sizes, columns, dtype, loader, lambda weight: self._take(layer, weight))
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         try:

@@ -36,24 +36,16 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         self._keep = construction().weights.keep
         self._rounds_input = may_round and construction().may_round and backend.rounds_bf16_inputs
 
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        *,
-        weight_loader: WeightLoader,
+    def create(
+        self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader
     ) -> None:
-        shape = (sum(output_partition_sizes), input_size_per_partition)
-        data = torch.empty(shape, dtype=params_dtype, device=construction().device)
-        arriving = None if data.is_meta or not self._packs else self._arriving(*shape, params_dtype)
+        shape = (sum(sizes), columns)
+        data = torch.empty(shape, dtype=dtype, device=construction().device)
+        arriving = None if data.is_meta or not self._packs else self._arriving(*shape, dtype)
         if arriving is None:
-            layer.weight = new_parameter(data, weight_loader, output_dim=0, input_dim=1)
+            layer.weight = new_parameter(data, loader, output_dim=0, input_dim=1)
         else:
-            layer.weight = new_parameter(arriving.data, weight_loader, output_dim=0, input_dim=1, arriving=arriving)
+            layer.weight = new_parameter(arriving.data, loader, output_dim=0, input_dim=1, arriving=arriving)
         # None until the weight is loaded, and always with PyTorch's operations, whose GEMMs read `weight`.
         layer.packed_weight = None  # type: ignore[assignment]
 
