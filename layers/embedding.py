@@ -261,7 +261,6 @@ class LogitsLayer(PluggableLayer):
         vocab_size: ids of the LM head, added ones included.
         org_vocab_size: number of logits to return; None: all.
         scale: factor on the logits, after the cap.
-        logits_as_input: `hidden` already is the logits; only cap and scale are applied.
         soft_cap: logits become soft_cap * tanh(logits / soft_cap); None: no cap.
     """
 
@@ -272,7 +271,6 @@ class LogitsLayer(PluggableLayer):
         vocab_size: int,
         org_vocab_size: int | None = None,
         scale: float = 1.0,
-        logits_as_input: bool = False,
         soft_cap: float | None = None,
     ) -> None:
         super().__init__()
@@ -285,7 +283,6 @@ class LogitsLayer(PluggableLayer):
                 value=org_vocab_size,
             )
         self.scale = scale
-        self.logits_as_input = logits_as_input
         self.soft_cap = soft_cap
         self._ops = backend_of_construction().ops
 
@@ -293,11 +290,8 @@ class LogitsLayer(PluggableLayer):
         self, lm_head: VocabParallelEmbedding, hidden: torch.Tensor, embedding_bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`embedding_bias`: added to this rank's logits; None: the bias of `lm_head`, if it has one."""
-        if self.logits_as_input:
-            logits = hidden.to(torch.float32, copy=True)
-        else:
-            bias = lm_head.bias if embedding_bias is None else embedding_bias
-            logits = self._of_ids(lm_head, lm_head.logits(hidden, bias))
+        bias = lm_head.bias if embedding_bias is None else embedding_bias
+        logits = self._of_ids(lm_head, lm_head.logits(hidden, bias))
         if self.soft_cap is not None:
             logits = self._ops.soft_cap(logits.contiguous(), self.soft_cap)
         if self.scale != 1.0:

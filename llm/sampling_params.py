@@ -412,10 +412,6 @@ class SamplingParams:
         """True if logprobs of prompt tokens are asked for."""
         return self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
 
-    @property
-    def reads_prefix_cache(self) -> bool:
-        return not (self.scores_prompt or self.skip_reading_prefix_cache)
-
     def clone(self) -> SamplingParams:
         """A validated copy that shares no list or dict with this one. Other objects in `extra_args` are shared."""
         cloned = dataclasses.replace(self, extra_args=copy_containers("extra_args", self.extra_args))

@@ -183,7 +183,6 @@ class PoolingPlan:
         modules: of an embedder.
         activation: of class logits: "softmax", "sigmoid" or "identity".
         labels: the classes' names.
-        has_token_types: the model distinguishes the two texts of a pair.
         sizes: the Matryoshka sizes of a vector; (): not said.
         dimensions: channels of a vector that are kept unless a call says otherwise; None: all.
         hidden_size: of the model.
@@ -197,7 +196,6 @@ class PoolingPlan:
     modules: SentenceModules
     activation: str = "softmax"
     labels: tuple[str, ...] = ()
-    has_token_types: bool = False
     sizes: tuple[int, ...] = ()
     dimensions: int | None = None
     hidden_size: int = 0

@@ -22,15 +22,6 @@ Renames = tuple[tuple[str, str], ...]
 Cut = Callable[[torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 
 
-class ModelArchitecture(Protocol):
-    """The fields that every model config must have; a family adds its own."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class BuildOptions:
     """How a model is built.

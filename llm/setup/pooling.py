@@ -133,7 +133,6 @@ def plan_pooling(
         modules,
         activation if purpose.convert == "classify" else "identity",
         names if purpose.convert == "classify" else (),
-        getattr(architecture, "token_types", 0) > 1,
         tuple(reader.integers("matryoshka_dimensions") or ()),
         given.dimensions,
         getattr(architecture, "hidden_size", 0),

@@ -80,21 +80,17 @@ class Head(ParallelLMHead):
 
 def logits_reference(op: Any, hidden: torch.Tensor) -> torch.Tensor:
     processor = op.processor
-    logits = hidden
-    if not processor.logits_as_input:
-        logits = hidden @ op.head.weight.double().T
-        if op.head.bias is not None:
-            logits = logits + op.head.bias.double()
+    logits = hidden @ op.head.weight.double().T
+    if op.head.bias is not None:
+        logits = logits + op.head.bias.double()
     logits = logits[:, : processor.org_vocab_size]
     if processor.soft_cap is not None:
         logits = processor.soft_cap * torch.tanh(logits / processor.soft_cap)
     return logits * processor.scale
 
 
-def logits(width: int = K, bias: bool = False, **arguments: Any) -> Case:
-    return Case(
-        lambda dtype: HeadedLogits(dtype, bias, **arguments), rows_of(width), logits_reference, 1e-5, torch.float32
-    )
+def logits(bias: bool = False, **arguments: Any) -> Case:
+    return Case(lambda dtype: HeadedLogits(dtype, bias, **arguments), rows_of(K), logits_reference, 1e-5, torch.float32)
 
 
 LINEAR: dict[str, list[Case]] = {
@@ -112,6 +108,5 @@ LINEAR: dict[str, list[Case]] = {
         logits(),
         logits(bias=True, scale=0.125, soft_cap=5.0),
         logits(org_vocab_size=VOCAB - 3),
-        logits(width=VOCAB, logits_as_input=True, soft_cap=2.0),
     ],
 }

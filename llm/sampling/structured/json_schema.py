@@ -145,10 +145,6 @@ class _Compiler:
         ]
         return words.alt(*([words.characters(plain)] if plain else []), *short, *numbers)
 
-    def _quoted(self, content: BuiltRegex) -> int:
-        quote = self._words.literal('"')
-        return self._words.lexeme(self._words.cat(quote, content, quote))
-
     def value(self, schema: object) -> int:
         """The node of all values that the schema admits."""
         name = self._place + _canonical(schema)
