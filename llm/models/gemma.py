@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from llm.models import decoder as d
-from llm.models.text_part import TextPart, read_text_part
+from llm.models.text_part import TextPart
 
 
 class GemmaForCausalLM(d.DecoderForCausalLM):
@@ -146,6 +146,5 @@ _OTHERS = ("boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens
 class Gemma3ForConditionalGeneration(TextPart, Gemma3ForCausalLM):
     """Gemma 3 multimodal (4B, 12B, 27B): its language model."""
 
-    @classmethod
-    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        return read_text_part(reader, Gemma3ForCausalLM, _DEFAULTS, _OTHERS)
+    others = _OTHERS
+    defaults = _DEFAULTS

@@ -14,7 +14,7 @@ from llm.layers.moe import GateLinear
 from llm.layers.norm import filled
 from llm.models import decoder as d
 from llm.models.gemma import read_ropes
-from llm.models.text_part import TextPart, in_text_part, read_text_part
+from llm.models.text_part import TextPart, in_text_part
 
 # Of the squares of a projected stream, which is divided by its root.
 _LEAST_MEAN = 1e-5
@@ -294,7 +294,4 @@ class Gemma3nForConditionalGeneration(TextPart, Gemma3nForCausalLM):
     """Gemma 3n multimodal (E2B, E4B): its language model."""
 
     renames = (*in_text_part(Gemma3nForCausalLM.renames), *TextPart.renames)
-
-    @classmethod
-    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        return read_text_part(reader, Gemma3nForCausalLM, {}, _OTHERS)
+    others = _OTHERS

@@ -15,7 +15,7 @@ from llm.layers.custom_op import KernelOp
 from llm.layers.moe import FusedMoE, GateLinear
 from llm.layers.norm import filled
 from llm.models import decoder as d
-from llm.models.text_part import TextPart, in_text_part, read_text_part
+from llm.models.text_part import TextPart, in_text_part
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,4 @@ class Gemma4ForConditionalGeneration(TextPart, Gemma4ForCausalLM):
     """Gemma 4 multimodal (E2B, E4B, 26B-A4B, 31B): its language model."""
 
     renames = (*in_text_part(Gemma4ForCausalLM.renames), *TextPart.renames)
-
-    @classmethod
-    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        return read_text_part(reader, Gemma4ForCausalLM, {}, _OTHERS)
+    others = _OTHERS

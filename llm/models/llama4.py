@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from llm.models import decoder as d
-from llm.models.text_part import TextPart, in_text_part, read_text_part
+from llm.models.text_part import TextPart, in_text_part
 
 _LAYER = "model.layers.*"
 
@@ -110,7 +110,4 @@ class Llama4ForConditionalGeneration(TextPart, Llama4ForCausalLM):
     """Llama 4 multimodal (Scout, Maverick): its language model."""
 
     renames = (*in_text_part(Llama4ForCausalLM.renames), *TextPart.renames)
-
-    @classmethod
-    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        return read_text_part(reader, Llama4ForCausalLM, {}, _OTHERS)
+    others = _OTHERS

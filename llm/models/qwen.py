@@ -164,9 +164,7 @@ _OTHERS_OF_QWEN3 = ("image_token_id", "video_token_id", "vision_start_token_id",
 class Qwen3VLForConditionalGeneration(TextPart, Qwen3ForCausalLM):
     """Qwen 3 VL: its language model, Qwen 3."""
 
-    @classmethod
-    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        return read_text_part(reader, Qwen3ForCausalLM, {}, _OTHERS_OF_QWEN3)
+    others = _OTHERS_OF_QWEN3
 
 
 class MellumForCausalLM(d.DecoderForCausalLM):

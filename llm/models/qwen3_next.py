@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from llm.models import decoder as d
-from llm.models.text_part import TextPart, in_text_part, read_text_part
+from llm.models.text_part import TextPart, in_text_part
 
 _SHARED_EXPERT_OF_MTP = (("mtp.layers.*.mlp.shared_expert", "mtp.layers.*.mlp.shared_experts.0"),)
 
@@ -132,10 +132,7 @@ class Qwen3_5ForConditionalGeneration(TextPart, Qwen3_5ForCausalLM):
     """Qwen 3.5: its language model."""
 
     renames = (*in_text_part(Qwen3_5ForCausalLM.renames), *TextPart.renames)
-
-    @classmethod
-    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        return read_text_part(reader, Qwen3_5ForCausalLM, {}, _IMAGES)
+    others = _IMAGES
 
 
 class Qwen3_5MoeForConditionalGeneration(TextPart, Qwen3_5MoeForCausalLM):
@@ -146,7 +143,4 @@ class Qwen3_5MoeForConditionalGeneration(TextPart, Qwen3_5MoeForCausalLM):
         *in_text_part(Qwen3_5MoeForCausalLM.renames),
         *TextPart.renames,
     )
-
-    @classmethod
-    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        return read_text_part(reader, Qwen3_5MoeForCausalLM, {}, _IMAGES)
+    others = _IMAGES

@@ -31,6 +31,14 @@ class TextPart:
         "model.audio_tower",
         "model.embed_audio",
     )
+    # Keys beside "text_config" that are about the other parts; what the keys mean that "text_config" lacks.
+    others: ClassVar[tuple[str, ...]] = ()
+    defaults: ClassVar[Mapping[str, object]] = {}
+
+    @classmethod
+    def read_config(cls, reader: ConfigReader) -> DecoderConfig:
+        family = cls.__mro__[cls.__mro__.index(TextPart) + 1]
+        return read_text_part(reader, family, cls.defaults, cls.others)
 
 
 def in_text_part(renames: Renames) -> Renames:
