@@ -1,0 +1,412 @@
+"""Products with weights: quantizing activations, the GEMM for every kind of weight, and products with a matrix per head.
+
+A weight is stored as `kernels/reference/linear.py` packs it: plain rows, two int4 in a byte.
+
+The order of a sum over K is that of blocks of BK columns, in segments whose sums are added in order. Both are functions
+of N, K and the types (`_columns`), never of the number of rows M, which chooses the other sides of a tile. With few
+rows a program takes one segment, and `merge_segments` adds them; with many it takes all, in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from llm.kernels.reference import linear as definition
+from llm.kernels.reference.rotation import rotate
+from llm.kernels.triton.language import dot, dot_int8, from_float8, int8_codes, nibbles, rounded, whole
+from llm.kernels.triton.launch import KIB, PROGRAMS, Target, launch, power_of_two, target_of
+from llm.kernels.weight import LEAST, Weight
+
+# A program quantizes so many columns at a time.
+_MOST_AT_ONCE = 4096
+# Groups up to this are a block of K of integer products with a scale for each.
+_LARGEST_BLOCK = 256
+# From so many rows on a program takes all segments of its outputs.
+_MANY_ROWS = 128
+# Columns of a segment, at least: adding segments costs less than it gains.
+_LEAST_SEGMENT = 512
+
+
+@triton.jit
+def quantize_rows(x, q, scales, columns, groups, stride_x, static_scale, offset, SIZE: tl.constexpr,
+                  AT_ONCE: tl.constexpr, STATIC: tl.constexpr):  # fmt: skip
+    """A group of a row: q = round(x / scale) + offset with scale = max|x| / 127, or the static one. A row that is not
+    finite gets a scale that is not."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    lanes = tl.arange(0, AT_ONCE)
+    largest = tl.zeros((AT_ONCE,), tl.float32)
+    for start in range(0, SIZE, AT_ONCE):
+        at = group * SIZE + start + lanes
+        inside = (start + lanes < SIZE) & (at < columns)
+        value = tl.abs(tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32))
+        # A maximum may leave out a NaN.
+        largest = tl.maximum(largest, tl.where(value == value, value, float("inf")))
+    most = tl.max(largest, axis=0)
+    if STATIC:
+        scale = static_scale + 0.0 * most
+        divisor = static_scale + 0.0 * tl.where(most == float("inf"), 0.0, most)
+    else:
+        scale = tl.div_rn(most, 127.0)
+        divisor = tl.where(scale == 0.0, 1.0, scale)
+    for start in range(0, SIZE, AT_ONCE):
+        at = group * SIZE + start + lanes
+        inside = (start + lanes < SIZE) & (at < columns)
+        value = tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32)
+        quotient = tl.div_rn(value, divisor)
+        if STATIC:
+            # Cut before it is added to, so that it is a whole number below 2^22.
+            quotient = whole(tl.minimum(tl.maximum(quotient, -512.0), 512.0)) + offset
+        code = int8_codes(quotient)
+        tl.store(q + row * columns + at, code, mask=inside)
+    tl.store(scales + row * groups + group, tl.where(scale == float("inf"), float("nan"), scale))
+
+
+@triton.jit
+def _level(codes, level):
+    """int4 with two levels of scales as integers of 8 bits: codes [BN, BK], level [BN, 1]."""
+    step = level & 15
+    shift = (step * ((level >> 4) + 16) * 5) >> 4
+    return ((codes.to(tl.int32) + 8) * step - shift).to(tl.int8)
+
+
+@triton.jit
+def _values(codes, at, rn, k, N, K, groups, group_size, scale, zero, minimum, table, LEAST_CODE: tl.constexpr):
+    """What codes [BN, BK] stand for, float32."""
+    rk = k + tl.arange(0, codes.shape[1])
+    inside = (rn < N)[:, None] & (rk < K)[None, :]
+    place = rn.to(tl.int64)[:, None] * groups + (rk // group_size)[None, :]
+    factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
+    if table is not None:
+        return tl.load(table + (codes.to(tl.int32) + 8)) * factor
+    elif minimum is not None:
+        least = tl.load(minimum + place, mask=inside, other=0.0).to(tl.float32)
+        return tl.fma(codes.to(tl.float32) + LEAST_CODE, factor, -least)
+    elif zero is not None:
+        return (codes.to(tl.float32) - tl.load(zero + place, mask=inside, other=0).to(tl.float32)) * factor
+    else:
+        return codes.to(tl.float32) * factor
+
+
+@triton.jit
+def _finish(sums, xs, scale, bias, rm, rn, M, N, WHOLE: tl.constexpr, STATIC: tl.constexpr):
+    """Sums [BM, BN] as outputs in float32: WHOLE, a scale for each row of the weight; then the bias."""
+    value = sums.to(tl.float32)
+    if WHOLE:
+        factor = tl.load(scale + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+        if xs is not None:
+            row = tl.load(xs + rm, mask=rm < M, other=0.0)[:, None]
+            value = value * (row * factor) if STATIC else (value * row) * factor
+        else:
+            value = value * factor
+    if bias is not None:
+        value = value + tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+    return value
+
+
+@triton.jit(do_not_specialize=["M"])
+def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride_x, stride_w, groups, group_size,
+         input_offset, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr, VALUES: tl.constexpr,
+         WHOLE: tl.constexpr, STATIC: tl.constexpr, OFFSET: tl.constexpr, LEAST_CODE: tl.constexpr,
+         SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+         BK: tl.constexpr):  # fmt: skip
+    """y[M, N] = x[M, K] W[N, K]^T + bias.
+
+    IN_GROUPS: the sum of each block of K is scaled by itself; VALUES: codes become values before the product; WHOLE: the
+    whole sum is scaled. SPLIT: one segment of `SEGMENT` columns, whose sums go to y [SEGMENTS, M, N]. OFFSET: of static
+    int8 activations. xs: scales of rows, of int8 activations.
+    """
+    tiles_n = tl.cdiv(N, BN)
+    # Eight tiles of rows share the tiles of the weight that the cache has.
+    per_band = 8 * tiles_n
+    band = tl.program_id(0) // per_band
+    rows_of_band = tl.minimum(tl.cdiv(M, BM) - band * 8, 8)
+    place = tl.program_id(0) % per_band
+    rm = (band * 8 + place % rows_of_band) * BM + tl.arange(0, BM)
+    rn = (place // rows_of_band) * BN + tl.arange(0, BN)
+    x_rows = x + rm.to(tl.int64)[:, None] * stride_x
+    w_rows = w + rn.to(tl.int64)[:, None] * stride_w
+    lanes = tl.arange(0, BK)
+    total = tl.zeros((BM, BN), tl.int32 if INT8_X and not IN_GROUPS else tl.float32)
+    columns = tl.zeros((BN,), tl.int32)
+    first = tl.program_id(1) if SPLIT else 0
+    last = first + 1 if SPLIT else SEGMENTS
+    for segment in range(first, last):
+        sums = tl.zeros((BM, BN), tl.int32 if INT8_X and not IN_GROUPS else tl.float32)
+        for k in range(segment * SEGMENT, tl.minimum(segment * SEGMENT + SEGMENT, K), BK):
+            rk = k + lanes
+            a = tl.load(x_rows + rk[None, :], mask=(rm < M)[:, None] & (rk < K)[None, :], other=0)
+            if KIND == "int4":
+                half = k // 2 + tl.arange(0, BK // 2)
+                packed = tl.load(w_rows + half[None, :], mask=(rn < N)[:, None] & (half < stride_w)[None, :], other=0)
+                b = nibbles(packed, BN, BK)
+            else:
+                b = tl.load(w_rows + rk[None, :], mask=(rn < N)[:, None] & (rk < K)[None, :], other=0)
+            if levels is not None:
+                level = tl.load(levels + rn.to(tl.int64) * groups + k // group_size, mask=rn < N, other=0)
+                b = _level(b, level.to(tl.int32)[:, None])
+            if KIND == "float8":
+                b = from_float8(b)
+            if VALUES:
+                b = rounded(_values(b, rk, rn, k, N, K, groups, group_size, scale, zero, minimum, table, LEAST_CODE),
+                            x.dtype.element_ty)  # fmt: skip
+            elif not INT8_X:
+                b = b if b.dtype == x.dtype.element_ty else rounded(b.to(tl.float32), x.dtype.element_ty)
+            if IN_GROUPS:
+                at = rn.to(tl.int64) * groups + k // group_size
+                factor = tl.load(scale + at, mask=rn < N, other=0.0).to(tl.float32)
+                if INT8_X:
+                    part = dot_int8(a, tl.trans(b), tl.zeros((BM, BN), tl.int32)).to(tl.float32)
+                    row = tl.load(xs + rm.to(tl.int64) * groups + k // group_size, mask=rm < M, other=0.0)
+                    sums = tl.fma(part * row[:, None], tl.broadcast_to(factor[None, :], (BM, BN)), sums)
+                    if zero is not None or minimum is not None:
+                        if minimum is not None:
+                            least = tl.load(minimum + at, mask=rn < N, other=0.0).to(tl.float32)
+                            below = factor * LEAST_CODE - least
+                        else:
+                            below = 0.0 - tl.load(zero + at, mask=rn < N, other=0).to(tl.float32) * factor
+                        inputs = row * tl.sum(a.to(tl.int32), axis=1).to(tl.float32)
+                        sums = tl.fma(tl.broadcast_to(inputs[:, None], (BM, BN)),
+                                      tl.broadcast_to(below[None, :], (BM, BN)), sums)  # fmt: skip
+                else:
+                    part = dot(a, tl.trans(b), tl.zeros((BM, BN), tl.float32))
+                    sums = tl.fma(part, tl.broadcast_to(factor[None, :], (BM, BN)), sums)
+            elif INT8_X:
+                sums = dot_int8(a, tl.trans(b), sums)
+                if OFFSET:
+                    columns += tl.sum(b.to(tl.int32), axis=1)
+            else:
+                sums = dot(a, tl.trans(b), sums)
+        total = total + sums if SEGMENTS > 1 and not SPLIT else sums
+    if OFFSET:
+        total = total - input_offset * columns[None, :]
+    inside = (rm < M)[:, None] & (rn < N)[None, :]
+    if SPLIT:
+        at = (tl.program_id(1).to(tl.int64) * M + rm[:, None]) * N + rn[None, :]
+        tl.store(y + at, total, mask=inside)
+    else:
+        value = _finish(total, xs, scale, bias, rm, rn, M, N, WHOLE, STATIC)
+        at = rm.to(tl.int64)[:, None] * N + rn[None, :]
+        tl.store(y + at, rounded(value, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def merge_segments(parts, xs, scale, bias, y, M, N, WHOLE: tl.constexpr, STATIC: tl.constexpr, SEGMENTS: tl.constexpr,
+                   BN: tl.constexpr):  # fmt: skip
+    """The sums of segments, float32 or int32 [SEGMENTS, M, N], added in order -> y [M, N]."""
+    rm = tl.program_id(0) + tl.arange(0, 1)
+    rn = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = (rm < M)[:, None] & (rn < N)[None, :]
+    at = rm.to(tl.int64)[:, None] * N + rn[None, :]
+    total = tl.zeros((1, BN), parts.dtype.element_ty)
+    for segment in range(SEGMENTS):
+        total += tl.load(parts + (segment * M).to(tl.int64) * N + at, mask=inside, other=0)
+    value = _finish(total, xs, scale, bias, rm, rn, M, N, WHOLE, STATIC)
+    tl.store(y + at, rounded(value, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["N"])
+def heads_product(x, w, y, N, K, WIDTH, heads, stride_n, stride_h, w_h, w_k, w_n, BM: tl.constexpr, BN: tl.constexpr,
+                  BK: tl.constexpr):  # fmt: skip
+    """y[t, h] = x[t, h] W_h: x [N, heads, K], W of any strides, y [N, heads, WIDTH]."""
+    head = tl.program_id(2)
+    rm = tl.program_id(0) * BM + tl.arange(0, BM)
+    rn = tl.program_id(1) * BN + tl.arange(0, BN)
+    sums = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        rk = k + tl.arange(0, BK)
+        a = tl.load(x + rm.to(tl.int64)[:, None] * stride_n + head * stride_h + rk[None, :],
+                    mask=(rm < N)[:, None] & (rk < K)[None, :], other=0.0)  # fmt: skip
+        b = tl.load(w + head.to(tl.int64) * w_h + rk[:, None] * w_k + rn[None, :] * w_n,
+                    mask=(rk < K)[:, None] & (rn < WIDTH)[None, :], other=0.0)  # fmt: skip
+        b = b if b.dtype == a.dtype else rounded(b.to(tl.float32), a.dtype)
+        sums = dot(a, b, sums)
+    at = (rm.to(tl.int64)[:, None] * heads + head) * WIDTH + rn[None, :]
+    tl.store(y + at, rounded(sums, y.dtype.element_ty), mask=(rm < N)[:, None] & (rn < WIDTH)[None, :])
+
+
+# --- What the host chooses. ---
+
+
+class Form(NamedTuple):
+    """How a weight is multiplied; constants of `gemm`, by N, K and types alone.
+
+    Attributes:
+        BK: columns of a block. SEGMENTS: sums that are added in order, of `SEGMENT` columns each.
+    """
+
+    KIND: str
+    INT8_X: bool
+    IN_GROUPS: bool
+    VALUES: bool
+    WHOLE: bool
+    STATIC: bool
+    OFFSET: bool
+    LEAST_CODE: int
+    SEGMENTS: int
+    SEGMENT: int
+    BK: int
+
+
+def form_of(weight: Weight, dtype: torch.dtype) -> Form | None:
+    """How activations of `dtype` are multiplied with `weight`; None: PyTorch does it."""
+    int8_x, size, whole = weight.activations == "int8", weight.group_size, weight.groups == 1
+    shifted = any(part is not None for part in (weight.zero, weight.minimum, weight.table))
+    block = 16 if dtype == torch.float32 and not int8_x else 64
+    in_groups = values = False
+    if weight.is_float:
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return None
+        whole = False
+    elif int8_x and weight.kind == "int4" and weight.levels is None and (weight.groups > 1 or shifted):
+        block = power_of_two(size, 32)
+        if block != size or block > _LARGEST_BLOCK:
+            return None
+        in_groups, whole = True, False
+    elif int8_x:
+        whole, block = True, 128 if weight.levels is None else _dividing(size, 128)
+        if block < 32:
+            return None
+    elif weight.levels is not None:
+        block, whole = _dividing(size, 64), True
+        if block < 16:
+            return None
+    elif shifted or (weight.groups > 1 and _dividing(size, block) < min(32, block)):
+        values, whole = True, False
+    elif weight.groups > 1:
+        block, in_groups, whole = _dividing(size, block), True, False
+    segments = 1 if int8_x and in_groups else _segments(weight.n, weight.k)
+    length = -(-weight.k // segments)
+    length = max(block, -(-length // block) * block)
+    return Form(
+        KIND="float" if weight.is_float else weight.kind,
+        INT8_X=int8_x,
+        IN_GROUPS=in_groups,
+        VALUES=values,
+        WHOLE=whole,
+        STATIC=bool(weight.input_scale),
+        OFFSET=bool(weight.input_offset),
+        LEAST_CODE=LEAST.get(weight.kind, 0),
+        SEGMENTS=max(1, -(-weight.k // length)),
+        SEGMENT=length,
+        BK=block,
+    )
+
+
+def _segments(n: int, k: int) -> int:
+    """Segments of K: enough programs for one row, of at least `_LEAST_SEGMENT` columns each."""
+    wanted = PROGRAMS // max(1, -(-n // 64))
+    return max(1, min(wanted, k // _LEAST_SEGMENT, 16))
+
+
+def _dividing(size: int, most: int) -> int:
+    """The largest power of two up to `most` that divides `size`."""
+    return min(most, size & -size)
+
+
+def tile_of(target: Target, m: int, n: int, form: Form, dtype: torch.dtype) -> dict[str, int]:
+    """Rows and outputs of a tile, and warps and stages, by the number of rows m."""
+    most = 64 if target.is_rdna else 128
+    rows = min(max(target.least_rows, power_of_two(m)), most)
+    outputs = 64
+    if dtype == torch.float32 and not form.INT8_X:  # no tensor core: every thread has its operands in registers
+        rows, outputs = min(rows, 32), 32
+    elif form.VALUES or form.IN_GROUPS:
+        rows = min(rows, most // 2)
+    elif rows == 128 and form.SEGMENTS == 1:
+        outputs = 128
+    stages = 2 if target.api == "hip" or target.shared < 100 * KIB or form.BK > 128 else 3
+    outputs = min(outputs, power_of_two(n))
+    return {"BM": rows, "BN": outputs, "num_warps": 8 if rows > 64 else 4, "num_stages": stages}
+
+
+def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels/reference/quantized.py`."""
+    q, scales = quantize(x, max(1, x.shape[-1]))
+    return q, scales.view(-1)
+
+
+def quantize(
+    x: torch.Tensor, size: int, static_scale: float = 0.0, offset: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K], each group of `size` columns by its largest or by the static scale -> (int8 [M, K], float32 [M, G])."""
+    rows, columns = x.shape
+    groups = max(1, -(-columns // size))
+    q = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
+    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    launch(
+        quantize_rows, (rows, groups), x, q, scales, columns, groups, x.stride(0), float(static_scale), offset,
+        SIZE=size, AT_ONCE=min(_MOST_AT_ONCE, power_of_two(size)), STATIC=static_scale > 0, device=x.device,
+        num_warps=4,
+    )  # fmt: skip
+    return q, scales
+
+
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """See `kernels/reference/linear.py`. The result has the type of x."""
+    form = form_of(weight, x.dtype) if x.dim() and x.shape[-1] == weight.k and weight.n and weight.k else None
+    if form is None:
+        return definition.linear(x, weight)
+    rows = x.reshape(-1, weight.k)
+    if weight.activations == "bfloat16":
+        rows = rows.bfloat16().to(x.dtype)
+    if weight.columns is not None:
+        rows = rows[:, weight.columns.long()]
+    if weight.rotation:
+        rows = rotate(rows, weight.rotation).to(x.dtype)
+    scales = None
+    if form.INT8_X:
+        size = weight.group_size if form.IN_GROUPS else weight.k
+        rows, scales = quantize(rows, size, weight.input_scale, weight.input_offset)
+    out = torch.empty(len(rows), weight.n, dtype=x.dtype, device=x.device)
+    if len(rows):
+        multiply(rows, scales, weight, form, out)
+    return out.view(*x.shape[:-1], weight.n)
+
+
+def multiply(x: torch.Tensor, xs: torch.Tensor | None, weight: Weight, form: Form, out: torch.Tensor) -> None:
+    """Rows x [M, K], as they are multiplied, times the weight -> out [M, N]."""
+    m, n = len(x), weight.n
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    split = form.SEGMENTS > 1 and m < _MANY_ROWS
+    is_whole_sum = form.INT8_X and not form.IN_GROUPS
+    if is_whole_sum and not split:  # exact in any order
+        form = form._replace(SEGMENTS=1, SEGMENT=-(-weight.k // form.BK) * form.BK)
+    tile = tile_of(target_of(x.device), m, n, form, x.dtype)
+    tiles = -(-m // tile["BM"]) * -(-n // tile["BN"])
+    parts = out
+    if split:
+        dtype = torch.int32 if is_whole_sum else torch.float32
+        parts = torch.empty(form.SEGMENTS, m, n, dtype=dtype, device=x.device)
+    data = weight.data.view(torch.int8) if weight.kind in ("float8", "int4") else weight.data
+    launch(
+        gemm, (tiles, form.SEGMENTS if split else 1), x, xs, data, weight.scale, weight.zero, weight.minimum,
+        weight.table, weight.levels, weight.bias, parts, m, n, weight.k, x.stride(0), data.stride(0),
+        weight.groups, weight.group_size, weight.input_offset, **form._asdict(), SPLIT=split, **tile, device=x.device,
+    )  # fmt: skip
+    if split:
+        launch(
+            merge_segments, (m, -(-n // 256)), parts, xs, weight.scale, weight.bias, out, m, n, WHOLE=form.WHOLE,
+            STATIC=form.STATIC, SEGMENTS=form.SEGMENTS, BN=256, device=x.device, num_warps=4,
+        )  # fmt: skip
+
+
+def heads_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """See `kernels/reference/latent.py`."""
+    count, heads, size = x.shape
+    width = weight.shape[2]
+    out = torch.empty(count, heads, width, dtype=x.dtype, device=x.device)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rows = min(max(target_of(x.device).least_rows, power_of_two(count)), 64)
+    options: dict[str, Any] = {"BM": rows, "BN": min(64, power_of_two(width)), "BK": 32, "num_warps": 4}
+    grid = (-(-count // rows), -(-width // options["BN"]), heads)
+    launch(
+        heads_product, grid, x, weight, out, count, size, width, heads, x.stride(0), x.stride(1), *weight.stride(),
+        **options, num_stages=2, device=x.device,
+    )  # fmt: skip
+    return out
