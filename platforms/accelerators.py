@@ -1,7 +1,7 @@
 """Accelerators that PyTorch computes on: NVIDIA's and AMD's GPUs, Intel's, Apple's; and Google's TPUs, which are found
 and described.
 
-Their operations are PyTorch's own unless `get_backend_cls` names kernels. The modules of torch that stand for them
+Their operations are PyTorch's own unless `get_backend_cls` names kernels: Triton's, of NVIDIA's and AMD's GPUs. The modules of torch that stand for them
 (`torch.cuda` ...) are part of every build, so no optional package is imported.
 """
 
@@ -94,8 +94,11 @@ class TorchAccelerator(Platform):
         return (torch.bfloat16, torch.float16, torch.float32)
 
 
+_TRITON = "llm.kernels.triton.backend.TritonBackend"
+
+
 class CudaPlatform(TorchAccelerator):
-    """NVIDIA's GPUs."""
+    """NVIDIA's GPUs, with the Triton kernels where Triton is installed."""
 
     name = "cuda"
     kind = PlatformEnum.CUDA
@@ -106,6 +109,9 @@ class CudaPlatform(TorchAccelerator):
     @classmethod
     def is_built(cls) -> bool:
         return torch.version.cuda is not None
+
+    def get_backend_cls(self) -> str:
+        return _TRITON
 
     def get_device_capability(self, device_id: int | None = None) -> tuple[int, int] | None:
         found: tuple[int, int] = self.torch_module().get_device_capability(
@@ -133,6 +139,9 @@ class RocmPlatform(TorchAccelerator):
     @classmethod
     def is_built(cls) -> bool:
         return torch.version.hip is not None
+
+    def get_backend_cls(self) -> str:
+        return _TRITON
 
 
 class XpuPlatform(TorchAccelerator):

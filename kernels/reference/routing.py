@@ -30,6 +30,19 @@ def select_experts(
     check_routing(logits.shape[-1], top_k, scoring, bias, groups, topk_groups)
     logits = logits.float()
     scores = logits.softmax(dim=-1) if scoring == "softmax" else logits.sigmoid()
+    return chosen_by(scores, top_k, renormalize, bias, groups, topk_groups, scale)
+
+
+def chosen_by(
+    scores: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    bias: torch.Tensor | None,
+    groups: int,
+    topk_groups: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`select_experts` by the scores float32 [N, E], in which no sum is over more than the chosen experts."""
     choice = scores if bias is None else scores + bias
     unknown = choice.isnan().any(dim=-1, keepdim=True)
     if groups > 1:

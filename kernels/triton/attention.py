@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 import triton
 import triton.language as tl
-
 from llm.forward import QUANTIZED_CACHE_DTYPES, SCALE_BYTES, AttentionMetadata
 from llm.kernels.reference import attention as definition
 from llm.kernels.reference import latent
@@ -246,7 +246,9 @@ def attend(q, q_rope, keys, values, out, parts, maxima, totals, block_table, sta
             if ROPE:
                 b = _cached(keys, rows + SIZE, rope_lanes, inside, None, None, a.dtype, ROPE, KIND)
                 more = dot(a_rope, tl.trans(b), tl.zeros((BM, BN), tl.float32))
-                scores += more * _token_scales(keys, rows + (SIZE + ROPE + 2), inside)[None, :] if KIND != "float" else more
+                scores += (
+                    more * _token_scales(keys, rows + (SIZE + ROPE + 2), inside)[None, :] if KIND != "float" else more
+                )
             scores = scores * scale
             if HAS_CAP:
                 scores = tanh(tl.div_rn(scores, soft_cap)) * soft_cap
@@ -419,12 +421,13 @@ def _attention(
         parts = torch.empty(segments, tokens * heads, width, dtype=torch.float32, device=query.device)
         maxima, totals = torch.empty(2, segments, tokens * heads, dtype=torch.float32, device=query.device)
     grid = (-(-lines // tile["BM"]), rows, keys.shape[0] * (segments if split else 1))
+    static_strides = (0, 0) if static is None else static.stride()[:2]
     rope_size, rope_strides = (0, (0, 0)) if rope is None else (rope.shape[2], rope.stride()[:2])
     launch(
         attend, grid, query, rope, keys, values, out, parts, maxima, totals, metadata.block_table,
-        metadata.query_start_loc, metadata.seq_lens, sinks, slopes, static, float(scale), float(soft_cap or 0.0), window,
-        chunk, metadata.block_size, *query.stride()[:2], *rope_strides, *keys.stride()[:2], *values.stride()[:2],
-        metadata.block_table.stride(0), heads, tokens * heads, *((0, 0) if static is None else static.stride()[:2]),
+        metadata.query_start_loc, metadata.seq_lens, sinks, slopes, static, float(scale), float(soft_cap or 0.0),
+        window, chunk, metadata.block_size, *query.stride()[:2], *rope_strides, *keys.stride()[:2],
+        *values.stride()[:2], metadata.block_table.stride(0), heads, tokens * heads, *static_strides,
         GROUP=group, SIZE=size, VALUE_SIZE=width, ROPE=rope_size, LANES=power_of_two(size),
         VALUE_LANES=power_of_two(width), ROPE_LANES=power_of_two(rope_size), KIND=kind, CAUSAL=causal,
         HAS_CAP=soft_cap is not None, SPLIT=split, SEGMENT=SEGMENT, **tile, device=query.device,
@@ -437,23 +440,26 @@ def _attention(
     return out
 
 
-def tile_of(
-    target: Target, lines: int, size: int, width: int, dtype: torch.dtype, kind: str
-) -> dict[str, int] | None:
+def tile_of(target: Target, lines: int, size: int, width: int, dtype: torch.dtype, kind: str) -> dict[str, int] | None:
     """Lines and keys of a tile, and warps and stages; None: there are too few registers.
 
-    Keys, and the kind of matrix instruction, are functions of the sizes and types of heads: the order of sums is theirs.
+    Keys, and the kind of matrix instruction, are functions of the sizes and types of heads: the order of sums is
+    theirs.
     """
     largest = max(power_of_two(size), power_of_two(width))
-    if largest > 512 or (largest == 512 and (target.is_rdna or (target.api == "hip" and kind != "float"))):
-        return None
     is_wide = dtype == torch.float32 or kind != "float"
+    too_large = 512 if target.api == "hip" else 1024
+    if target.is_rdna:
+        too_large = (128 if dtype == torch.float32 else 256) if is_wide else 512
+    if largest >= too_large and (is_wide or largest > 512 or target.is_rdna):
+        return None
     keys = 16 if largest > 128 or target.is_rdna or is_wide else 32
     if dtype == torch.float32 or largest > 256 or target.is_rdna or (is_wide and largest == 256):
         rows = 16
     else:
         rows = max(target.least_rows, min(power_of_two(lines), 32))
-    return {"BM": rows, "BN": keys, "num_warps": 8 if rows * largest > 4096 else 4, "num_stages": 1}
+    most = 2048 if target.is_rdna else 4096
+    return {"BM": rows, "BN": keys, "num_warps": 8 if rows * largest > most else 4, "num_stages": 1}
 
 
 kv_cache_shapes = definition.kv_cache_shapes

@@ -6,9 +6,9 @@ A row's sums are of one tile, whose shape depends on the row's width alone.
 from __future__ import annotations
 
 import torch
+
 import triton
 import triton.language as tl
-
 from llm.kernels.reference.activation import _require_even
 from llm.kernels.reference.gated_norm import check_gated_norm
 from llm.kernels.triton.language import rounded, sigmoid, tanh
@@ -16,6 +16,8 @@ from llm.kernels.triton.launch import launch, power_of_two
 
 # Channels of a program where channels do not depend on each other.
 _BLOCK = 1024
+# PyTorch's names of it.
+_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 @triton.jit
@@ -59,9 +61,8 @@ def gated_norm(x, gate, weight, y, size, eps, stride_x, stride_g, IS_BEFORE: tl.
         mean = tl.div_rn(tl.sum(value * value, axis=0), size.to(tl.float32))
         value = value * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
         value = value * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    if gate is not None:
-        if IS_BEFORE:
-            value = value * factor
+    if gate is not None and IS_BEFORE:
+        value = value * factor
     tl.store(y + row * (size * tl.num_programs(1)) + at, rounded(value, y.dtype.element_ty), mask=inside)
 
 
@@ -87,6 +88,21 @@ def gated(x, y, width, stride_x, KIND: tl.constexpr, IS_LAST: tl.constexpr, BLOC
     second = tl.load(x + row * stride_x + width + lanes, mask=inside, other=0.0).to(tl.float32)
     value = first * activate(second, KIND) if IS_LAST else activate(first, KIND) * second
     tl.store(y + row * width + lanes, rounded(value, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated_sparse(x, y, width, stride_x, deviations, KIND: tl.constexpr, LANES: tl.constexpr):
+    """As `gated`, of a gate that keeps what exceeds mean + deviations * std of its row."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, LANES)
+    inside = lanes < width
+    gate = tl.load(x + row * stride_x + lanes, mask=inside, other=0.0).to(tl.float32)
+    count = width.to(tl.float32)
+    gate = tl.where(inside, gate - tl.div_rn(tl.sum(gate, axis=0), count), 0.0)
+    std = tl.sqrt_rn(tl.div_rn(tl.sum(gate * gate, axis=0), count))
+    kept = tl.maximum(gate - std * deviations, 0.0)
+    value = tl.load(x + row * stride_x + width + lanes, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * width + lanes, rounded(activate(kept, KIND) * value, y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -238,7 +254,19 @@ def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
 
 def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """See `kernels/reference/activation.py`."""
-    return _gated(x, {"none": "gelu", "tanh": "gelu_tanh"}[approximate])
+    return _gated(x, _GELU[approximate])
+
+
+def gelu_and_mul_sparse(x: torch.Tensor, deviations: float, approximate: str) -> torch.Tensor:
+    """See `kernels/reference/activation.py`."""
+    _require_even(x)
+    rows, width = _rows(x), x.shape[-1] // 2
+    y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    launch(
+        gated_sparse, (len(rows),), rows, y, width, rows.stride(0), float(deviations), KIND=_GELU[approximate],
+        LANES=power_of_two(width), device=x.device, num_warps=8,
+    )  # fmt: skip
+    return y
 
 
 def rotary_embedding(

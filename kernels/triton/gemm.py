@@ -1,4 +1,4 @@
-"""Products with weights: quantizing activations, the GEMM for every kind of weight, and products with a matrix per head.
+"""Products with weights: quantizing activations, the GEMM for every kind of weight, products with a matrix per head.
 
 A weight is stored as `kernels/reference/linear.py` packs it: plain rows, two int4 in a byte.
 
@@ -12,10 +12,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+
 import triton
 import triton.language as tl
-
+from llm.kernels.lora import LoraTerms
 from llm.kernels.reference import linear as definition
+from llm.kernels.reference.lora import add_products, check_slots, tokens_of
 from llm.kernels.reference.rotation import rotate
 from llm.kernels.triton.language import dot, dot_int8, from_float8, int8_codes, nibbles, rounded, whole
 from llm.kernels.triton.launch import KIB, PROGRAMS, Target, launch, power_of_two, target_of
@@ -116,9 +118,9 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
          BK: tl.constexpr):  # fmt: skip
     """y[M, N] = x[M, K] W[N, K]^T + bias.
 
-    IN_GROUPS: the sum of each block of K is scaled by itself; VALUES: codes become values before the product; WHOLE: the
-    whole sum is scaled. SPLIT: one segment of `SEGMENT` columns, whose sums go to y [SEGMENTS, M, N]. OFFSET: of static
-    int8 activations. xs: scales of rows, of int8 activations.
+    IN_GROUPS: the sum of each block of K is scaled by itself; VALUES: codes become values before the product; WHOLE:
+    the whole sum is scaled. SPLIT: one segment of `SEGMENT` columns, whose sums go to y [SEGMENTS, M, N]. OFFSET: of
+    static int8 activations. xs: scales of rows, of int8 activations.
     """
     tiles_n = tl.cdiv(N, BN)
     # Eight tiles of rows share the tiles of the weight that the cache has.
@@ -410,3 +412,23 @@ def heads_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         **options, num_stages=2, device=x.device,
     )  # fmt: skip
     return out
+
+
+def lora(y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, terms: LoraTerms) -> torch.Tensor:
+    """See `kernels/reference/lora.py`: a product for each term."""
+    return _add_terms(y, x.reshape(-1, terms.inputs), slots, terms, linear)
+
+
+def lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, slots: torch.Tensor, terms: LoraTerms) -> torch.Tensor:
+    """See `kernels/reference/lora.py`."""
+    ids = token_ids.flatten()
+    return _add_terms(y, ids, slots, terms, definition.embedding)
+
+
+def _add_terms(y: torch.Tensor, inputs: torch.Tensor, slots: torch.Tensor, terms: LoraTerms, down: Any) -> torch.Tensor:
+    rows = y.view(-1, terms.width)
+    check_slots(rows, inputs, slots)
+    for term in terms.terms:
+        tokens = tokens_of(slots, term.slot)
+        add_products(rows, slots, term, tokens, linear(down(inputs[tokens], term.down), term.up))
+    return y

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+
 import triton
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)

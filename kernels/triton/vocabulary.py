@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+
 import triton
 import triton.language as tl
-
 from llm.kernels.reference import vocabulary as definition
 from llm.kernels.triton.launch import INTERPRETED, launch, power_of_two
 

@@ -27,7 +27,10 @@ _COUNTED = frozenset({"forward", "_forward_method", "_forward_hooks", "_forward_
 _DECORATORS = frozenset({"torch", "functools", "contextlib", "typing", "abc"})
 # Whose functions a step may look up by name, and the packages whose functions may be among them.
 _ROOMS = ("llm.layers", "llm.models", "llm.quantization", "llm.kernels")
-_THEIR_PACKAGES = {"llm", "torch", "numpy", "transformers", "safetensors"} | sys.stdlib_module_names - {"unittest"}
+_THEIR_PACKAGES = {
+    *("llm", "torch", "numpy", "transformers", "safetensors", "triton"),
+    *(sys.stdlib_module_names - {"unittest"}),
+}
 _CALL = nn.Module.__call__
 # torch counts a hook before it is in the module's dict, and another thread may ask in between.
 _LOOKS = 2

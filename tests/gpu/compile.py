@@ -2,20 +2,16 @@
 
     python tests/gpu/compile.py [--quick] [--write]
 
-The forms are those that the operations launch when they are called with tensors of "meta" of the shapes of real models,
-and of small odd ones. Fails on a kernel that does not compile, that needs more registers or shared memory than there is,
-or whose matrix instruction depends on the number of rows: they sum in different orders.
+The forms are those that the operations launch when they are called with tensors of "meta" of the shapes of real models.
+Fails on a kernel that does not compile, that needs more registers or shared memory than there is, or whose matrix
+instruction depends on the number of rows: they sum in different orders.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,0 +1,208 @@
+"""The Triton kernels in Triton's interpreter: against their definitions, row by row, and through the engine.
+
+The interpreter has to be chosen before Triton is imported, so `tests/gpu/test_triton.py` runs this file in a process of
+its own. Without `-m "not slow"` it takes minutes:
+
+    TRITON_INTERPRET=1 python -m pytest tests/gpu/interpreted.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from embedded import open_llm, run, tokens
+from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
+
+import llm.platforms
+from llm import LLM, SamplingParams
+from llm.kernels.triton import attention, check, elementwise, gemm, language, vocabulary
+from llm.kernels.triton.backend import TritonBackend, kernel, kernel_names
+from llm.platforms.cpu import CpuPlatform
+from llm.platforms.interface import PlatformEnum
+
+CPU = torch.device("cpu")
+EVERY = [(name, case) for name in kernel_names() for case in check.cases(name)]
+# Where bfloat16 goes another way than float32.
+NARROW = {"linear", "paged_attention", "add_rms_norm", "silu_and_mul", "rotary_embedding", "experts", "heads_linear"}
+QUICK = {("paged_attention", "sinks")}
+
+
+def of_types() -> Iterator[Any]:
+    for name, case in EVERY:
+        for dtype in (torch.float32, torch.bfloat16):
+            is_quick = dtype == torch.float32 or (name in NARROW and name not in ("paged_attention", "linear"))
+            is_quick |= (name, case.label) in QUICK or (name == "linear" and case.label.endswith("17x77"))
+            marks = () if is_quick else (pytest.mark.slow,)
+            yield pytest.param(name, case, dtype, marks=marks, id=f"{name}-{case.label}-{str(dtype)[6:]}")
+
+
+@pytest.mark.parametrize(("name", "case", "dtype"), list(of_types()))
+def test_a_kernel_agrees_with_its_definition_and_a_row_alone_with_the_row_in_a_batch(
+    name: str, case: check.Case, dtype: torch.dtype
+) -> None:
+    assert check.disagreement(name, kernel(name), CPU, dtype, case) == ""
+
+
+# --- Planted defects. ---
+
+
+def without_the_tail(x: torch.Tensor, weight: Any) -> torch.Tensor:
+    """The last columns, less than a block of them, are left out."""
+    whole = x.clone()
+    whole[..., x.shape[-1] // 16 * 16 :] = 0
+    return gemm.linear(whole, weight)
+
+
+def of_a_wrong_stride(x: torch.Tensor) -> torch.Tensor:
+    return elementwise.silu_and_mul(torch.empty_like(x.contiguous()).copy_(x.contiguous().view(-1).roll(1).view_as(x)))
+
+
+def masked_one_off(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Every token sees one key less."""
+    *most, metadata = args
+    return attention.paged_attention(*most, replace(metadata, seq_lens=metadata.seq_lens - 1), **kwargs)
+
+
+def summed_by_batch(x: torch.Tensor, weight: torch.Tensor, eps: float, *more: Any) -> torch.Tensor:
+    """Right, but its bits depend on how many rows there are."""
+    return elementwise.rms_norm(x, weight, eps, *more) * (1 + len(x) * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("linear", without_the_tail, "17x77: an error"),
+        ("silu_and_mul", of_a_wrong_stride, "an error"),
+        ("paged_attention", masked_one_off, "an error|nan"),
+        ("rms_norm", summed_by_batch, "a row alone"),
+        ("argmax", lambda logits: (logits.amax(1), logits.argmin(1)), "other integers"),
+    ],
+)
+def test_a_planted_defect_is_found(name: str, wrong: Callable[..., Any], said: str) -> None:
+    cases = [case for case in check.cases(name) if case.label in ("float32 17x77", "soft cap", "odd", "ties")]
+    found = [check.disagreement(name, wrong, CPU, torch.float32, case) for case in cases]
+    assert any(re.search(said, text) for text in found), found
+    assert not any(check.disagreement(name, kernel(name), CPU, torch.float32, case) for case in cases)
+
+
+def test_a_kernel_that_disagrees_is_left_out_and_the_finding_is_kept(tmp_path: Path, caplog: Any) -> None:
+    calls = []
+
+    def wrong(logits: torch.Tensor) -> Any:
+        calls.append(1)
+        return logits.amax(1), logits.argmin(1)
+
+    kernels = {"argmax": wrong, "log_softmax": vocabulary.log_softmax}
+    used, refused = check.agreeing(kernels, CPU, tmp_path)
+    assert list(used) == ["log_softmax"] and "other integers" in refused["argmax"] and calls
+    assert "argmax" in caplog.text and "please report" in caplog.text
+    calls.clear()
+    again = check.agreeing(kernels, CPU, tmp_path)
+    assert again == (used, refused) and not calls, "found once"
+    assert TritonBackend(used, "a test asked for it").source("argmax") == "PyTorch"
+
+
+# --- Arithmetic. ---
+
+
+@triton.jit
+def convert(x, codes, values, halves, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    value = tl.load(x + at)
+    stored = language.float8_codes(value)
+    tl.store(codes + at, stored)
+    tl.store(values + at, language.from_float8(stored))
+    tl.store(halves + at, language.rounded(value, tl.bfloat16))
+
+
+def test_rounding_is_that_of_pytorch() -> None:
+    ties = torch.tensor([1.0 + 2**-8, 1.0 + 3 * 2**-8, 17.0, 19.0, 2**-10, 3 * 2**-10, -0.0, 447.9, 465.0, -1e9])
+    x = torch.cat([ties, torch.randn(246) * torch.logspace(-4, 3, 246)])
+    codes, values, halves = torch.zeros(256, dtype=torch.int8), torch.zeros(256), torch.zeros(256).bfloat16()
+    convert[(1,)](x, codes, values, halves, COUNT=256)
+    expected = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(values, expected.float()) and torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(halves, x.bfloat16())
+    assert not torch.equal(halves, (x.view(torch.int32) >> 16 << 16).view(torch.float32).bfloat16()), "cut, not rounded"
+
+
+@triton.jit
+def small_product(x, y, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tile = tl.load(x + at[:, None] * SIZE + at[None, :])
+    tl.store(y + at[:, None] * SIZE + at[None, :], language.dot(tile, tile, tl.zeros((SIZE, SIZE), tl.float32)))
+
+
+def test_a_tile_that_a_gpu_would_refuse_is_refused_here() -> None:
+    x, y = torch.randn(16, 16), torch.zeros(16, 16)
+    small_product[(1,)](x, y, SIZE=16)
+    torch.testing.assert_close(y, x @ x)
+    with pytest.raises(Exception, match=r"static_assert|Assertion"):
+        small_product[(1,)](x, y, SIZE=8)
+
+
+# --- Through the engine. ---
+
+
+class TritonPlatform(CpuPlatform):
+    name = "triton"
+    kind = PlatformEnum.OOT
+    dispatch_key = "oot"
+
+    def get_backend_cls(self) -> str:
+        return "llm.kernels.triton.backend.TritonBackend"
+
+
+PARAMS = SamplingParams(temperature=0, max_tokens=2, logprobs=1, ignore_eos=True)
+
+
+def answers(opened: LLM, prompts: Any) -> list[Any]:
+    return [
+        (output.outputs[0].token_ids, [entry.logprob for each in output.outputs[0].logprobs for entry in each.values()])
+        for output in run(opened, prompts, PARAMS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        pytest.param("llama", {"quantization": "w8a8", "kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param("llama", {"quantization": "w4a16"}, marks=pytest.mark.slow),
+        pytest.param("gemma2-caps", {}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {}, marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3-next", {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_engine_on_these_kernels_answers_as_the_cpu_and_alone_as_in_a_batch(
+    name: str,
+    options: dict[str, Any],
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llm.platforms, "BUILTIN", (*llm.platforms.BUILTIN, TritonPlatform))
+    folder, row = tiny_checkpoint(name, tmp_path_factory), TINY_MODELS[name]
+    is_slow = "slow" in request.node.keywords
+    prompts = [{"prompt_token_ids": ids} for ids in make_prompts(row)[1 : 4 if is_slow else 3]]
+    arguments = {"max_model_len": 64, "skip_tokenizer_init": True, **row.engine, **options}
+    with open_llm(str(folder), device="cpu", **arguments) as opened:
+        expected = tokens(run(opened, prompts, PARAMS))
+    with open_llm(str(folder), device="triton", **arguments) as opened:
+        assert "triton kernel" in str(opened.explain())
+        together = answers(opened, prompts)
+        assert [own for own, _ in together] == expected
+        assert answers(opened, prompts[-1:]) == together[-1:], "alone"
+    if is_slow:
+        with open_llm(str(folder), device="triton", max_num_batched_tokens=7, max_num_seqs=2, **arguments) as opened:
+            assert answers(opened, prompts) == together, "in chunks"
