@@ -1,8 +1,8 @@
 """Accelerators that PyTorch computes on: NVIDIA's and AMD's GPUs, Intel's, Apple's; and Google's TPUs, which are found
 and described.
 
-Their operations are PyTorch's own unless `get_backend_cls` names kernels: Triton's, of NVIDIA's and AMD's GPUs. The modules of torch that stand for them
-(`torch.cuda` ...) are part of every build, so no optional package is imported.
+Their operations are PyTorch's own unless `get_backend_cls` names kernels: Triton's, of NVIDIA's and AMD's GPUs. The
+modules of torch that stand for them (`torch.cuda` ...) are part of every build, so no optional package is imported.
 """
 
 from __future__ import annotations

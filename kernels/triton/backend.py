@@ -85,7 +85,8 @@ def _triton_backend(device: torch.device = CPU, pins: bool = False) -> TritonBac
     from llm.kernels.state import private_cache
     from llm.kernels.triton import check
 
-    kernels, wrong = {name: kernel(name) for name in kernel_names()}, {}
+    kernels = {name: kernel(name) for name in kernel_names()}
+    wrong: dict[str, str] = {}
     if device.type == "cuda":  # elsewhere they are interpreted, for tests
         kernels, wrong = check.agreeing(kernels, device, private_cache())
     backend = TritonBackend(kernels, "Triton is installed", device, pins)
