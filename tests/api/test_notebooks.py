@@ -16,7 +16,7 @@ import pytest
 from embedded import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LONG = ("03", "05", "08")
+LONG = ("03", "05", "08", "09")
 _spec = importlib.util.spec_from_file_location("run_notebooks", ROOT / "notebooks" / "run.py")
 assert _spec is not None and _spec.loader is not None
 run = importlib.util.module_from_spec(_spec)

@@ -239,10 +239,10 @@ FAMILIES: dict[str, Family] = {
         {
             "image_token_id": "<image_soft_token>",
             "boi_token_index": "<start_of_image>",
-            "mm_tokens_per_image": 4,
+            "mm_tokens_per_image": 16,
             "eoi_token_index": "<end_of_image>",
         },
-        {"image_seq_length": 4},
+        {"image_seq_length": 16},
         {"size": {"height": 32, "width": 32}},
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     ),
