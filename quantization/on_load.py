@@ -704,7 +704,8 @@ class QuantizeOnLoad(StreamedStorage):
         packed = self._ops.pack(weight.q, kind).scaled(
             weight.scale, weight.zero, weight.group_size, weight.minimum, rotation=weight.rotation
         )
-        values: torch.Tensor = self._ops.embedding(torch.arange(packed.n), replace(packed, table=weight.table))
+        every = torch.arange(packed.n, device=weight.q.device)
+        values: torch.Tensor = self._ops.embedding(every, replace(packed, table=weight.table))
         return values
 
     def _allocated(self) -> IntegerWeight:

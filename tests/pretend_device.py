@@ -25,15 +25,20 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.interface import PlatformEnum
 
-_MODULE: dict[str, Any] = {
-    "_lazy_init": lambda: None,
-    "_is_in_bad_fork": lambda: False,
-    "manual_seed_all": lambda seed: None,
-}
-_setup_privateuseone_for_python_backend("pretend", SimpleNamespace(**_MODULE, is_initialized=lambda: True))
+_MODULE = SimpleNamespace(
+    _lazy_init=lambda: None,
+    is_initialized=lambda: True,
+    is_available=lambda: False,  # fake tensors would make one of it
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda seed: None,
+)
+_setup_privateuseone_for_python_backend("pretend", _MODULE)
 DEVICE = torch.device("pretend", 0)
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
+_MOST_WAITING = 400
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 
 
@@ -52,10 +57,15 @@ class Queue:
 
     def put(self, call: Callable[[], object]) -> None:
         self._calls.append(call)
+        if len(self._calls) > _MOST_WAITING:  # it computes while the host goes on
+            self._compute(_MOST_WAITING // 2)
 
     def wait(self) -> None:
         self.waits += 1
-        calls, self._calls = self._calls, []
+        self._compute(len(self._calls))
+
+    def _compute(self, count: int) -> None:
+        calls, self._calls = self._calls[:count], self._calls[count:]
         with _disable_current_modes(), torch.no_grad():
             for call in calls:
                 call()

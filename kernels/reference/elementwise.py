@@ -6,18 +6,18 @@ import torch
 
 
 def select_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Row i is x[indices[i]]: float32 or int64 [n, w], int64 [m] -> [m, w]; IndexError for an index outside [0, n)."""
+    """Row i is x[indices[i]]: float or int64 [n, w], int64 [m] -> [m, w]; IndexError for an index outside [0, n)."""
     return x.index_select(0, indices)
 
 
 def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """float32 [n, w] twice -> float32 [n, w]: x * y."""
-    return x * y
+    """float [n, w] twice -> [n, w] of the type of x: x * y."""
+    return (x * y).to(x.dtype)
 
 
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """float32 [n, w] twice -> float32 [n, w]: x + y."""
-    return x + y
+    """float [n, w] twice -> [n, w] of the type of x: x + y."""
+    return (x + y).to(x.dtype)
 
 
 def scale(x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -225,7 +225,8 @@ class FusedMoE(CustomOp):
     def combine(self, hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The sum over the chosen experts: hidden states [N, H], weights float32 and ids int64 [N, K] -> [N, H]."""
         if self.apply_router_weight_on_input:
-            hidden_states, weights = hidden_states * weights, torch.ones_like(weights)
+            hidden_states = (hidden_states * weights).to(hidden_states.dtype)
+            weights = torch.ones_like(weights)
         if self._map:
             ids = self._backend.ops.select_rows(self._map[0], ids.reshape(-1)).view(ids.shape)
         y = self.quant_method.apply(self, hidden_states, weights, ids)

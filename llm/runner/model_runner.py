@@ -205,8 +205,9 @@ class ModelRunner:
 
     def place_model(self, model: Any) -> Any:
         """Move to the platform's device what is not there: matrices were made there, and filled as they were read."""
-        device = self.platform.device
-        return model if device.type == "cpu" else model.to(device)
+        if self.platform.device.type != "cpu":
+            _move(model, self.platform.device)
+        return model
 
     def allocate_kv_caches(
         self, specs: Sequence[PagedSpec], num_blocks: int, block_size: int
@@ -541,6 +542,8 @@ class ModelRunner:
 
     def _pool(self, pooler: Pooler, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
         """Pool the hidden states [N, H] of the step's rows; those whose last token was computed have a result."""
+        if not self.backend.shares_host_memory:
+            hidden = torch.from_numpy(*self.backend.download(hidden.float()))
         batch, start, done = self.batch, 0, set(step.logit_rows.rows.tolist())
         finished = {}
         for row, count in zip(step.rows.tolist(), step.counts.tolist(), strict=True):
@@ -553,6 +556,21 @@ class ModelRunner:
                 finished[batch.request_ids[row]] = own
         result.pooled = pooler.finish(finished)
         batch.settle(step)
+
+
+def _move(model: torch.nn.Module, device: torch.device) -> None:
+    """Parameters and buffers that are elsewhere go to the device; shared ones stay shared."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or tensor.device == device:
+                    continue
+                if id(tensor) not in moved:
+                    own = tensor.detach().to(device)
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    moved[id(tensor)] = torch.nn.Parameter(own, requires_grad=False) if is_parameter else own
+                held[name] = moved[id(tensor)]  # type: ignore[assignment]
 
 
 def weight_file(plan: RunnerPlan, platform: Platform) -> WeightFile | None:

@@ -38,7 +38,7 @@ class Pooler:
         self.plan = plan
         self._model = model
         self._dense = [_Dense(module, backend) for module in plan.modules.dense]
-        self._device = backend.device
+        self._backend = backend
         self._begun: dict[str, _Begun] = {}  # by request id; prompts of which a chunk has been computed
 
     def add(self, request_id: str, row: PoolingRow, first: int, hidden: torch.Tensor) -> None:
@@ -53,14 +53,15 @@ class Pooler:
             return {}
         pooled = [self._begun.pop(request_id).pooled(row) for request_id, row in rows.items()]
         counts = [len(values) for values in pooled]
-        values = torch.from_numpy(np.concatenate(pooled)).to(self._device)
+        values = self._backend.upload(np.concatenate(pooled))
         if self.plan.task == "classify":
             found = self._model.classify(values)
         else:
             found = values
             for dense in self._dense:
                 found = dense(found)
-        parts = np.split(found.cpu().numpy(), np.cumsum(counts)[:-1])
+        (on_host,) = self._backend.download(found)
+        parts = np.split(on_host, np.cumsum(counts)[:-1])
         return {
             request_id: self._activated(row, part) for (request_id, row), part in zip(rows.items(), parts, strict=True)
         }

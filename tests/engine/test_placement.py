@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from embedded import engine_of, open_llm, run
-from pretend_device import DEVICE, OnDevice, PretendPlatform, pretend_device
+from embedded import engine_of, open_llm, run, tokens
+from fake_device import FakePlatform, fake_device
+from pretend_device import DEVICE, QUEUE, OnDevice, PretendPlatform, pretend_device
+from sentence_folders import BERT, save_model, save_modules
+from sentence_folders import prompts as pooled_prompts
+from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 import llm.platforms
 from llm import LLM, SamplingParams
+from llm.errors import LLMError
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import pytorch
 from llm.layers.attention import PagedAttention
@@ -78,6 +86,165 @@ def test_a_model_on_another_device_gives_the_same_answers(
     torch.testing.assert_close(logprobs, expected, rtol=1e-3, atol=most)
 
 
+# One of each kind: what it is about, and how many of its layers have experts.
+KINDS = {
+    "qwen3": 0,  # dense
+    "gpt-oss": 2,  # experts, windows, sinks
+    "deepseek-v3": 1,  # latent attention, experts in groups
+    "falcon-alibi": 0,
+    "qwen3-next": 4,  # gated delta rule, convolutions, experts
+    "nemotron-h": 0,  # Mamba 2
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+GREEDY_ALONE = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=3, logprobs=2, seed=3, ignore_eos=True)
+
+
+class Counted:
+    """A runner's steps: (waits, copies that are not from pinned memory) of each."""
+
+    def __init__(self, opened: LLM) -> None:
+        self.steps: list[tuple[int, int]] = []
+        runner = engine_of(opened).runner
+        self._execute, runner.execute = runner.execute, self
+
+    def __call__(self, plan: Any) -> Any:
+        before = QUEUE.waits, QUEUE.pageable
+        result = self._execute(plan)
+        if plan.num_scheduled_tokens:
+            self.steps.append((QUEUE.waits - before[0], QUEUE.pageable - before[1]))
+        return result
+
+
+def told(outputs: Any) -> tuple[list[list[int]], torch.Tensor, torch.Tensor]:
+    """Tokens, their logprobs, and those of the prompts' tokens."""
+    rows = [output.outputs[0] for output in outputs]
+    own = [position[token].logprob for row in rows for token, position in zip(row.token_ids, row.logprobs, strict=True)]
+    prompts = [
+        position[token].logprob
+        for output in outputs
+        for token, position in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
+        if position
+    ]
+    return [row.token_ids for row in rows], torch.tensor(own), torch.tensor(prompts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, "float32") for kind in KINDS),
+        ("qwen3", "bfloat16"),
+        ("gpt-oss", "bfloat16"),
+        ("qwen3-next", "bfloat16"),
+    ],
+)
+def test_every_kind_of_model_computes_on_another_device(
+    pretend: str, tmp_path_factory: pytest.TempPathFactory, kind: str, dtype: str
+) -> None:
+    row, folder = TINY_MODELS[kind], tiny_checkpoint(kind, tmp_path_factory)
+    prompts, options = make_prompts(row), {**row.engine, "skip_tokenizer_init": True, "dtype": dtype}
+    with open_llm(folder, device="cpu", **options) as opened:
+        tokens, logprobs, of_prompts = told(run(opened, prompts, GREEDY))
+    with open_llm(folder, device=pretend, **options) as opened:
+        assert opened.config.model_config.dtype == getattr(torch, dtype)
+        found = told(run(opened, prompts, GREEDY))
+        counted = Counted(opened)
+        run(opened, prompts, DRAWN)
+        # Reading the tokens is the one wait of a step, and one more for each layer whose experts PyTorch computes.
+        assert set(counted.steps) == {(1 + KINDS[kind], 0)}
+    if dtype == "float32":
+        assert found[0] == tokens
+        torch.testing.assert_close(found[1], logprobs, rtol=0, atol=1e-4)
+        torch.testing.assert_close(found[2], of_prompts, rtol=0, atol=1e-4)
+    else:
+        # On the CPU activations are float32: here they are rounded after every operation.
+        difference = (found[2] - of_prompts).abs()
+        assert 1e-3 < difference.median() < 0.1  # a token whose experts are others is far off
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """`device=` of a CUDA device that knows types, shapes and devices, and computes nothing."""
+    monkeypatch.setattr(llm.platforms, "BUILTIN", (*llm.platforms.BUILTIN, FakePlatform))
+    with fake_device(monkeypatch):
+        yield FakePlatform.name
+
+
+DUMMY: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy"}
+ON_CUDA = [*((kind, None) for kind in ("gpt-oss", "deepseek-v3", "qwen3-next", "nemotron-h")), ("qwen3", "w8a8")]
+
+
+@pytest.mark.parametrize(("kind", "quantization"), ON_CUDA)
+def test_whole_steps_stay_on_a_cuda_device(
+    fake: str, tmp_path_factory: pytest.TempPathFactory, kind: str, quantization: str | None
+) -> None:
+    row = TINY_MODELS[kind]
+    with unset_fake_temporarily():
+        folder, prompts = tiny_checkpoint(kind, tmp_path_factory), make_prompts(row)
+    options = {**row.engine, **DUMMY, "quantization": quantization}
+    with open_llm(folder, device=fake, **options) as opened:
+        assert opened.config.device == "cuda:0" and opened.config.model_config.dtype == torch.bfloat16
+        outputs = run(opened, prompts, [GREEDY_ALONE, DRAWN] * (len(prompts) // 2) + [DRAWN] * (len(prompts) % 2))
+    assert all(len(output.outputs[0].token_ids) >= 3 for output in outputs)
+
+
+@pytest.mark.parametrize("forgetful", ["cache", "layer", "sampler", "type"])
+def test_what_is_not_on_the_cuda_device_is_seen(
+    fake: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, forgetful: str
+) -> None:
+    """The control, of devices and of types."""
+    forgets = {**FORGETFUL, "type": (PagedAttention, "attend", widened)}
+    owner, name, forget = forgets[forgetful]
+    monkeypatch.setattr(owner, name, forget(getattr(owner, name)))
+    with unset_fake_temporarily():
+        folder, prompts = tiny_checkpoint("qwen3", tmp_path_factory), make_prompts(TINY_MODELS["qwen3"])
+    with (
+        open_llm(folder, device=fake, **DUMMY) as opened,
+        pytest.raises(RuntimeError, match=r"two devices|same device|expected scalar type"),
+    ):
+        run(opened, prompts, DRAWN)
+
+
+def test_an_encoder_pools_on_another_device(pretend: str, tmp_path: Path) -> None:
+    save_model(tmp_path, "BertModel", **BERT)
+    save_modules(tmp_path, "mean")
+    vectors = []
+    for device, dtype in (("cpu", "float32"), (pretend, "float32"), (pretend, "bfloat16")):
+        with open_llm(tmp_path, device=device, dtype=dtype, skip_tokenizer_init=True) as opened:
+            vectors.append(opened.embed(pooled_prompts(), use_tqdm=False).to_numpy())
+    np.testing.assert_allclose(vectors[1], vectors[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(vectors[2], vectors[0], rtol=0, atol=0.03)
+
+
+def test_requests_of_all_kinds_wait_once_a_step(pretend: str) -> None:
+    """Every built-in processor, every kind of draw, and logprobs."""
+    params = [param for param in PARAMS if param.prompt_logprobs is None]
+    prompts = [prompt for prompt, param in zip(PROMPTS, PARAMS, strict=True) if param.prompt_logprobs is None]
+    with open_llm(device=pretend, logprobs_mode="processed_logprobs") as opened:
+        counted = Counted(opened)
+        run(opened, prompts, params)
+    assert set(counted.steps) == {(1, 0)}
+
+
+@pytest.mark.parametrize("defect", ["memory is used again before anybody waited", "read before anybody waited"])
+def test_what_does_not_wait_is_seen(
+    pretend: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, defect: str
+) -> None:
+    """The control: the device reads and writes the host's memory late."""
+    folder, prompts = tiny_checkpoint("qwen3", tmp_path_factory), make_prompts(TINY_MODELS["qwen3"])
+    with open_llm(folder, device=pretend, skip_tokenizer_init=True) as opened:
+        expected = tokens(run(opened, prompts, GREEDY_ALONE))
+        staging = engine_of(opened).runner.backend._staging
+        if defect.startswith("memory"):
+            taken = staging._taken
+            monkeypatch.setattr(staging, "_taken", lambda like: (staging.waited(), taken(like))[1])
+        else:
+            monkeypatch.setattr(Backend, "synchronize", lambda self: None)
+        # Other answers, or numbers that are no tokens.
+        with contextlib.suppress(IndexError, LLMError, OverflowError, RuntimeError):
+            assert tokens(run(opened, prompts, GREEDY_ALONE)) != expected
+
+
 # The negative control: what forgets the device, somewhere in a step, is seen.
 
 
@@ -94,6 +261,11 @@ def mixing(original: Any) -> Any:
 def on_the_cpu(original: Any) -> Any:
     """An upload that stays where it is."""
     return lambda self, array: torch.from_numpy(array.copy())
+
+
+def widened(original: Any) -> Any:
+    """Attention whose result is of another type than the activations."""
+    return lambda self, query, *rest: original(self, query, *rest).float()
 
 
 FORGETFUL: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {

@@ -213,7 +213,7 @@ class DecoderAttention(Patchable):
         if not self.norms_first:
             query, key = self._qk_norms(query, key)
         if self.query_scale is not None:
-            query = query * self.query_scale(batch.positions)
+            query = (query * self.query_scale(batch.positions)).to(query.dtype)
         if self.v_norm is not None:
             value = self.v_norm(value.reshape(value.shape[0], -1, self.head_size)).view(value.shape)
         output = self.attn(query, key, value, batch)
