@@ -7,7 +7,7 @@ modules of torch that stand for them (`torch.cuda` ...) are part of every build,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,6 +60,15 @@ class TorchAccelerator(Platform):
 
     def memory_free(self) -> int:
         return int(self.torch_module().mem_get_info(self.index)[0])
+
+    def memory_of(self, call: Callable[[], object]) -> int | None:
+        module = self.torch_module()
+        self.synchronize()
+        module.reset_peak_memory_stats(self.index)
+        before = int(module.memory_allocated(self.index))
+        call()
+        self.synchronize()
+        return int(module.max_memory_allocated(self.index)) - before
 
     def release_memory(self) -> None:
         self.torch_module().empty_cache()
@@ -194,6 +203,9 @@ class MpsPlatform(TorchAccelerator):
 
     def memory_free(self) -> int:
         return max(0, self.memory_total() - int(torch.mps.driver_allocated_memory()))
+
+    def memory_of(self, call: Callable[[], object]) -> int | None:
+        return None  # torch.mps keeps no peak
 
     def set_device(self, index: int) -> None:
         if index:

@@ -7,7 +7,7 @@ attention backend and the model runner are named here by class path.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -158,6 +158,11 @@ class Platform:
     def memory_used(self) -> int:
         """Bytes in use, by this and other processes."""
         return self.memory_total() - self.memory_free()
+
+    def memory_of(self, call: Callable[[], object]) -> int | None:
+        """Bytes that `call` needs at its peak beside what is allocated before; None, without a call: the platform
+        cannot tell, and the KV cache is planned before weights are read."""
+        return None
 
     def release_memory(self) -> None:
         """Return freed memory to the operating system."""

@@ -100,6 +100,7 @@ class RunnerPlan:
         device_index: which of the platform's devices it uses.
         pooling: what a pooling model makes of hidden states; None: the model generates.
         merge_lora: the folder of the adapter that is added to the weights; None: there is none.
+        measures_cache: the number of blocks is found by a step at the largest batch, on a platform that can tell.
         draft: the plan of the model that drafts tokens; None: there is none.
         head: that of a head with a checkpoint of its own; None: there is none.
     """
@@ -119,6 +120,7 @@ class RunnerPlan:
     rank: int = 0
     tp_size: int = 1
     device_index: int = 0
+    measures_cache: bool = False
     draft: RunnerPlan | None = None
     head: DraftHeadPlan | None = None
     pooling: PoolingPlan | None = None
@@ -138,16 +140,28 @@ class Loaded:
         held: what is told of how weights are held; "": nothing.
         seconds: time per phase, in order.
         offloaded: where the weights are, if a file has some of them; "": all are in memory.
+        num_blocks, blocks_reason, slot_bytes: of the KV cache, where they were measured, and the bytes of states that
+            are not in blocks; None: they are as planned.
     """
 
     varies: str | None = None
     held: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
     offloaded: str = ""
+    num_blocks: int | None = None
+    blocks_reason: str = ""
+    slot_bytes: int = 0
 
     def applied_to(self, config: EngineConfig) -> EngineConfig:
         """The config, completed with what is known only after the model is built."""
-        reasons = dict(config.reasons)
+        reasons, cache = dict(config.reasons), config.cache_config
+        if self.num_blocks is not None:
+            per_block = (cache.kv_cache_memory_bytes - self.slot_bytes) // max(1, cache.num_blocks)
+            size = self.slot_bytes + self.num_blocks * per_block
+            reasons["num_blocks"] = reasons["kv_cache_memory_bytes"] = self.blocks_reason
+            config = replace(
+                config, cache_config=replace(cache, num_blocks=self.num_blocks, kv_cache_memory_bytes=size)
+            )
         if self.held:
             reasons["quantization"] = f"{reasons['quantization']}; {self.held}"
         if self.offloaded:

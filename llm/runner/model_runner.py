@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from llm.base.construction import PhaseTimes, constructing_for
 from llm.base.library_settings import library_defaults, serial_pytorch
 from llm.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
 from llm.engine.boundary import CachePart, Captured, LayerReport, Loaded, ModelCost, ProfileRow, RunnerPlan
-from llm.engine.step import RunnerOutput, SchedulerOutput
+from llm.engine.step import NO_SLOT, NewRow, RunnerOutput, SchedulerOutput
 from llm.errors import LLMError, OutOfMemoryError, ValidationError
 from llm.explain import Explanation, explain_runner
 from llm.forward import (
@@ -72,12 +73,15 @@ from llm.runner.speculation.speculator import make_proposer
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.sampler import ForcedSampler, Sampler
+from llm.sampling_params import SamplingParams
 
 logger = logging.getLogger("llm")
 
 R = TypeVar("R")
 # Logits are computed for as many logit rows at a time as fit in this many bytes.
 _LOGITS_BYTES = 64 << 20
+# Of a device's memory, 1 / this stays free beside what was measured.
+_KEPT_FREE = 50
 
 
 class ModelRunner:
@@ -384,8 +388,79 @@ class ModelRunner:
             if plan.head is not None:
                 self.head = self.place_model(head)
                 self.model.tapped = plan.head.taps
-            self._allocate(loaded.applied_to(plan.config))
+            config = loaded.applied_to(plan.config)
+            if plan.measures_cache and config.cache_config.num_blocks and plan.draft is None and plan.head is None:
+                loaded = self._measured(loaded, config)
+                config = loaded.applied_to(plan.config)
+                self.plan = replace(plan, config=config)
+            self._allocate(config)
         return loaded
+
+    def _measured(self, loaded: Loaded, config: EngineConfig) -> Loaded:
+        """With as many blocks as fit beside what a step at the largest batch needs, where the platform can tell that.
+
+        Raises:
+            OutOfMemoryError: the step, or one sequence of `max_model_len`, does not fit.
+        """
+        cache, scheduler, drafting = config.cache_config, config.scheduler_config, config.speculative_config
+        if drafting is not None and drafting.has_head:
+            return loaded
+        slots = sum(spec.bytes_per_request() for spec in self.plan.kv_cache_specs)
+        slot_bytes = slots * (cache.num_state_slots + cache.num_state_snapshots)
+        block_bytes = (cache.kv_cache_memory_bytes - slot_bytes) // cache.num_blocks
+        self._allocate(replace(config, speculative_config=None, lora_config=None))
+        self.recorded = None
+        tokens = scheduler.max_num_batched_tokens
+        try:
+            needed = self.platform.memory_of(lambda: self._largest_step(config, tokens))
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"a step of max_num_batched_tokens={tokens} does not fit beside the weights; lower it or max_num_seqs."
+            ) from error
+        self.states = []
+        del self._cache_rows, self.batch, self.processors, self.sampler
+        self.backend.clear()
+        self.platform.release_memory()
+        if needed is None:
+            return loaded
+        free = self.platform.memory_free()
+        per_sequence = -(-config.model_config.max_model_len // cache.block_size)
+        left = free - needed - slot_bytes - self.platform.memory_total() // _KEPT_FREE
+        blocks = min(scheduler.max_num_seqs * per_sequence, left // max(1, block_bytes))
+        if blocks < per_sequence:
+            raise OutOfMemoryError(
+                f"a sequence of max_model_len={config.model_config.max_model_len} needs {per_sequence * block_bytes} "
+                f"bytes of KV cache, and a step of {tokens} tokens leaves {max(0, left)}; lower max_model_len or "
+                "max_num_batched_tokens."
+            )
+        reason = f"measured: {free} bytes are free beside the weights, and a step of {tokens} tokens needs {needed}"
+        return replace(loaded, num_blocks=blocks, blocks_reason=reason, slot_bytes=slot_bytes)
+
+    def _largest_step(self, config: EngineConfig, tokens: int) -> None:
+        """Compute so many tokens of as many rows as there may be, or as the planned blocks hold, and sample."""
+        cache, groups = config.cache_config, len(group_states(self.plan.kv_cache_specs)[0])
+        rows = min(config.scheduler_config.max_num_seqs, tokens, cache.num_blocks, cache.num_state_slots or tokens)
+        length = max(1, min(tokens // rows, config.model_config.max_model_len - 1))
+        per_row = -(-length // cache.block_size)
+        rows = max(1, min(rows, cache.num_blocks // per_row))
+        added = [
+            NewRow(
+                f"profile-{row}",
+                token_ids=[0] * length,
+                num_prompt_tokens=length,
+                num_computed_tokens=0,
+                blocks=[list(range(1 + row * per_row, 1 + (row + 1) * per_row))] * groups,
+                slot=row + 1 if cache.num_state_slots else NO_SLOT,
+                restored_slot=NO_SLOT,
+                params=SamplingParams(temperature=1.0, max_tokens=1),
+                seed=0,
+                sample_index=0,
+                prompt_logprobs_from=length,
+            )
+            for row in range(rows)
+        ]
+        self.execute(SchedulerOutput({row.request_id: length for row in added}, added))
+        self.execute(SchedulerOutput(removed=[row.request_id for row in added]))
 
     def _allocate(self, config: EngineConfig) -> None:
         """Allocate everything that a step needs besides the model."""

@@ -101,7 +101,8 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
     finally:
         for source in sources:
             source.close()
-    engine = Engine(loaded.applied_to(plan.config), scheduler_maker(plan), runner, tokenizer, eos)
+    plan = replace(plan, config=loaded.applied_to(plan.config))
+    engine = Engine(plan.config, scheduler_maker(plan), runner, tokenizer, eos)
     return BuiltEngine(engine, plan, defaults, times)
 
 

@@ -128,6 +128,7 @@ def make_plan(
         rank=tp.rank,
         tp_size=tp.size,
         device_index=platform.index,
+        measures_cache=backend.device.type != "cpu" and args.kv_cache_memory_bytes is None and model.pooling is None,
         pooling=model.pooling,
     )
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from embedded import engine_of, open_llm, run, tokens
+from embedded import engine_of, free_blocks, open_llm, run, tokens
 from fake_device import FakePlatform, fake_device
 from pretend_device import DEVICE, QUEUE, OnDevice, PretendPlatform, pretend_device
 from sentence_folders import BERT, save_model, save_modules
@@ -21,10 +21,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 import llm.platforms
 from llm import LLM, SamplingParams
-from llm.errors import LLMError
+from llm.errors import LLMError, OutOfMemoryError
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import pytorch
 from llm.layers.attention import PagedAttention
+from llm.runner.model_runner import ModelRunner
 from llm.sampling import sampler
 from llm.sampling.logits_processors import builtin, interface
 from llm.sampling.logits_processors.builtin import PenaltiesLogitsProcessor
@@ -243,6 +244,53 @@ def test_what_does_not_wait_is_seen(
         # Other answers, or numbers that are no tokens.
         with contextlib.suppress(IndexError, LLMError, OverflowError, RuntimeError):
             assert tokens(run(opened, prompts, GREEDY_ALONE)) != expected
+
+
+class Measured(PretendPlatform):
+    """Of which the tests say how much memory it has and a step needs."""
+
+    name = "measured"
+    free, step = 3 << 20, 1 << 20
+    tokens: ClassVar[list[int]] = []
+
+    def memory_of(self, call: Callable[[], object]) -> int | None:
+        call()
+        return self.step
+
+    def memory_total(self) -> int:
+        return 50 << 20
+
+    def memory_free(self) -> int:
+        return self.free
+
+
+def test_the_cache_has_what_a_measured_step_leaves(
+    pretend: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.platforms, "BUILTIN", (*llm.platforms.BUILTIN, Measured))
+    folder, prompts = tiny_checkpoint("qwen3-next", tmp_path_factory), make_prompts(TINY_MODELS["qwen3-next"])
+    computed: list[int] = []
+    forward = ModelRunner.forward
+    monkeypatch.setattr(
+        ModelRunner, "forward", lambda self, batch: (computed.append(len(batch.input_ids)), forward(self, batch))[1]
+    )
+    options: dict[str, Any] = {"device": "measured", "skip_tokenizer_init": True, "max_num_seqs": 3, "block_size": 16}
+    with open_llm(folder, **options, max_model_len=200, max_num_batched_tokens=90) as opened:
+        assert computed == [90]
+        cache, reasons = opened.config.cache_config, opened.config.reasons
+        specs = engine_of(opened).runner.plan.kv_cache_specs
+        states = sum(spec.bytes_per_request() for spec in specs) * (cache.num_state_slots + cache.num_state_snapshots)
+        per_block = 16 * sum(spec.bytes_per_token() for spec in specs)
+        assert cache.num_blocks == min(3 * 13, (Measured.free - Measured.step - (1 << 20) - states) // per_block)
+        assert cache.kv_cache_memory_bytes == states + cache.num_blocks * per_block
+        assert "a step of 90 tokens needs 1048576" in reasons["num_blocks"]
+        assert free_blocks(opened) == [cache.num_blocks] * len(free_blocks(opened))
+        found = told(run(opened, prompts, GREEDY))[0]
+    with open_llm(folder, **{**options, "device": "cpu"}, dtype="float32") as opened:
+        assert told(run(opened, prompts, GREEDY))[0] == found
+    monkeypatch.setattr(Measured, "step", 2 << 20)
+    with pytest.raises(OutOfMemoryError, match=r"max_model_len=200 needs .* a step of 90 tokens leaves 0; lower"):
+        open_llm(folder, **options, max_model_len=200, max_num_batched_tokens=90).__enter__()
 
 
 # The negative control: what forgets the device, somewhere in a step, is seen.
