@@ -16,6 +16,7 @@ from llm.calls.arguments import LoRARequests, Priority, adapters_of, check_prior
 from llm.calls.batch import BatchCall, CallOptions
 from llm.engine.beams import BeamSearches
 from llm.engine.engine import Engine
+from llm.engine.images import no_images
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.preprocess import Preprocessor
 from llm.engine.progress import check_use_tqdm
@@ -260,6 +261,7 @@ def questions(prompts: object, choices: object) -> list[Question]:
     for index, (prompt, own) in enumerate(zip(given, per_prompt, strict=True)):
         try:
             parsed = parse_prompt(prompt)
+            no_images([parsed.media], "a choice")
         except ValidationError as error:
             raise ValidationError(f"prompt {index}: {error}", parameter="prompts", value=prompt) from error
         _check(index, parsed, own)

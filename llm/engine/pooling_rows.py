@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from llm.base.checks import refuse
 from llm.engine.boundary import TOKENS, PoolingPlan
+from llm.engine.images import no_images
 from llm.engine.preprocess import Preprocessor, raise_refused
 from llm.engine.prompts import ParsedPrompt, Tokenization, list_prompts, parse_prompt
 from llm.engine.rows import AnyRow, RefusedRow, Row, check_prompt, rows_only
@@ -142,6 +143,7 @@ class PoolingRows:
             return prompt
         try:
             parsed = parse_prompt(prompt)
+            no_images([parsed.media], "pooling")
         except ValidationError as error:
             return error
         if before and parsed.token_ids is None and parsed.text is not None:

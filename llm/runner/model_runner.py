@@ -526,7 +526,7 @@ class ModelRunner:
         """The model's vision tower, with its weights; read when the first picture comes."""
         with serial_pytorch(), library_defaults(self.plan.config.num_threads), torch.inference_mode(False):
             with constructing(self.plan, self.platform), _told_of_memory():
-                tower = VisionTower(self.plan.hf_config)
+                tower = VisionTower(self.plan.hf_config, self.plan.config.model_config.weight_dtype)
             try:
                 tensors = TowerTensors(self.plan.source.tensors(), tower)
                 load_weights(tower, tensors, show_progress=self.plan.show_progress)

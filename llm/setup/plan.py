@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -307,7 +307,11 @@ def _architecture_reason(model: ReadModel) -> str:
     theirs = getattr(model.architecture, "class_name", None)
     reason = "config.json" if theirs is None else f"runs {theirs} of the installed transformers"
     left_out: tuple[str, ...] = getattr(model.model_class, "left_out", ())
-    return f"{reason}; prompts are text, weights of {', '.join(left_out)} are left out" if left_out else reason
+    if not left_out:
+        return reason
+    if isinstance(model.reader.raw.get("vision_config"), Mapping):
+        return f"{reason}; the vision tower is read when the first image comes, and audio is not read"
+    return f"{reason}; weights of {', '.join(left_out)} are left out"
 
 
 def _dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes, backend: Backend) -> str:

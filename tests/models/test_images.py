@@ -85,6 +85,41 @@ def png() -> bytes:
     return file.getvalue()
 
 
+def test_a_row_with_pictures_that_loses_its_blocks_keeps_its_bits(folder: Path) -> None:
+    prompts = [prompt for prompt in images.asked("qwen2_5_vl") for _ in range(2)]
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=70, logprobs=2, ignore_eos=True)
+    with LLM(folder, use_tqdm_on_load=False, max_model_len=192) as llm:
+        roomy = llm.generate(prompts, params, use_tqdm=False)
+        small = llm.config.cache_config.kv_cache_memory_bytes // llm.config.cache_config.num_blocks * 20
+    with LLM(folder, use_tqdm_on_load=False, max_model_len=192, kv_cache_memory_bytes=small) as llm:
+        tight = llm.generate(prompts, params, use_tqdm=False)
+        assert llm._engine.scheduler.num_preemptions > 0
+    assert [images.answer_bits(output) for output in tight] == [images.answer_bits(output) for output in roomy]
+
+
+def test_a_checkpoint_of_bfloat16_is_computed_in_float32(tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    images.write("idefics3", tmp_path).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with LLM(tmp_path, use_tqdm_on_load=False, kv_cache_dtype="float32") as llm:
+        prompts = images.asked("idefics3")
+        for prompt, output in zip(prompts, llm.generate(prompts, images.GREEDY, use_tqdm=False), strict=True):
+            assert images.worst(llm, model, prompt, output) < images.TOLERANCE
+
+
+def test_the_prompt_cache_on_disk_has_pictures(folder: Path, tmp_path: Path) -> None:
+    prompts = images.asked("qwen2_5_vl")[1:]
+    with LLM(folder, use_tqdm_on_load=False) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, SHORT, use_tqdm=False)]
+        llm.save_prefix_cache(tmp_path / "cache")
+    other = {**prompts[0], "multi_modal_data": {"image": images.picture(53, 37, seed=9)}}
+    with LLM(folder, use_tqdm_on_load=False, prefix_cache=tmp_path / "cache") as llm:
+        outputs = llm.generate([*prompts, other], SHORT, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs[:-1]] == expected
+        assert min(output.num_cached_tokens for output in outputs[:-1]) > 0 == outputs[-1].num_cached_tokens
+
+
 def test_every_form_of_a_picture_is_the_same_picture(llm: LLM, folder: Path) -> None:
     import numpy as np
 
@@ -186,6 +221,14 @@ def test_a_mistake_is_one_sentence_before_anything_runs(
 def test_a_part_of_a_conversation_that_is_no_picture_is_refused(llm: LLM, part: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         llm.chat([{"role": "user", "content": [part]}], SHORT, use_tqdm=False)
+
+
+@pytest.mark.parametrize("call", ["loglikelihood", "classify_choices", "perplexity"])
+def test_scoring_refuses_pictures(llm: LLM, call: str) -> None:
+    prompts = [{"prompt": MARK, "multi_modal_data": {"image": PICTURE}}]
+    more = {"loglikelihood": [["a"]], "classify_choices": [["a", "b"]], "perplexity": []}[call]
+    with pytest.raises(ValidationError, match="takes no images"):
+        getattr(llm, call)(prompts, *more)
 
 
 def test_a_model_without_a_tower_refuses_pictures() -> None:

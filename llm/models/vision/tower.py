@@ -57,12 +57,13 @@ class VisionTower(Patchable):
 
     Args:
         raw: the decoded config.json.
+        dtype: in which matrices are stored; everything is computed in float32.
 
     Raises:
         UnsupportedModelError: transformers has no such model, or it has no `get_image_features`.
     """
 
-    def __init__(self, raw: JsonObject) -> None:
+    def __init__(self, raw: JsonObject, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         with torch.no_grad(), refusing(f"the vision tower of {raw.get('model_type')} cannot be built"):
             model = _skeleton(raw)
@@ -71,7 +72,7 @@ class VisionTower(Patchable):
             compute_buffers(model)
             for path, module in list(model.named_modules()):
                 if type(module) is nn.Linear:
-                    model.set_submodule(path, _linear(module, path))
+                    model.set_submodule(path, _linear(module, path, dtype))
             _allocate(model)
         for name, child in model.named_children():
             self.add_module(name, child)
@@ -189,12 +190,12 @@ def _take_out_language_model(model: Theirs) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _linear(theirs: nn.Linear, name: str) -> ReplicatedLinear:
+def _linear(theirs: nn.Linear, name: str, dtype: torch.dtype) -> ReplicatedLinear:
     return ReplicatedLinear(
         theirs.in_features,
         theirs.out_features,
         theirs.bias is not None,
-        params_dtype=torch.float32,
+        params_dtype=dtype,
         prefix=name,
         return_bias=False,
     )
