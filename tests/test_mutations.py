@@ -129,4 +129,4 @@ def test_defects_at_random_are_those_of_their_seed() -> None:
         return [next(drawn)[0] for _ in range(5)]
 
     assert first(1) == first(1) != first(2)
-    assert random_defects.tests_of("llm/jobs/journal.py").split()[0] == "tests/jobs/test_jobs.py"
+    assert "tests/jobs/test_jobs.py" in random_defects.tests_of("llm/jobs/journal.py").split()
