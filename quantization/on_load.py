@@ -690,7 +690,7 @@ class QuantizeOnLoad(StreamedStorage):
     def again(self, weight: IntegerWeight) -> IntegerWeight:
         """The values of a quantized weight, quantized as a checkpoint's are."""
         values = self._values_of(weight)
-        self._sizes, self._columns = [len(values)], values.shape[1]
+        self._sizes, self._columns, self._device = [len(values)], values.shape[1], values.device
         found = self._allocated()
         self.fill(found, slice(0, len(values)), values, 0)
         found.bias = weight.bias
