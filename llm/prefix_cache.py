@@ -9,7 +9,6 @@ computes a prompt again when it first drafts for it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ from llm.engine.boundary import CachePart
 from llm.engine.engine import Engine
 from llm.errors import CheckpointError, LLMError, ValidationError
 from llm.forward import SLOTS
-from llm.jobs.identity import fingerprint_of, model_identity
+from llm.jobs.identity import digest_of, fingerprint_of, model_identity
 from llm.loading.checkpoint import Checkpoint
 from llm.loading.model_files import read_json
 
@@ -245,7 +244,7 @@ def _write_files(
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     save_file(dict(tensors), path)
     sync(path)
-    return _sum(path)
+    return digest_of(path)
 
 
 def _open_entries(manifest: Manifest, groups: Mapping[str, int], block_size: int) -> Checkpoint:
@@ -264,7 +263,7 @@ def _open(manifest: Manifest, name: str, wanted: Mapping[str, tuple[tuple[int, .
     file = Checkpoint.of_file(path)
     if {info.name: (info.shape, info.dtype) for info in file.tensors.values()} != dict(wanted):
         raise _damaged(manifest.folder, f"{name} has other tensors than this model's")
-    if _sum(path) != manifest.sums[name]:
+    if digest_of(path) != manifest.sums[name]:
         raise _damaged(manifest.folder, f"the bytes of {name} have changed")
     return file
 
@@ -285,11 +284,3 @@ def _bytes(items: list[bytes]) -> torch.Tensor:
 
 def _damaged(folder: Path, what: str) -> CheckpointError:
     return CheckpointError(f"the prompt cache {quote(str(folder))} is damaged: {what}; delete it, and save it again.")
-
-
-def _sum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while data := file.read(1 << 20):
-            digest.update(data)
-    return digest.hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,19 @@ def whole_offset(value: float, what: str) -> int:
     if abs(value) > _LARGEST_OFFSET:
         raise CheckpointError(f"{what} is {value:g}, and at most {_LARGEST_OFFSET} is computed.")
     return round(value)
+
+
+def group_loader(columns: int, shard_ids: Sequence[object]) -> WeightLoader:
+    """A loader of the group of each input, [columns]: of all shards of a fused layer, or of one."""
+
+    def load(param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:
+        if list(loaded.shape) != [columns]:
+            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {[columns]}")
+        target = param.data if shard_id is None else param.data[shard_ids.index(shard_id)]
+        target[:] = loaded
+        return target.numel()
+
+    return load
 
 
 def order_of_groups(group_of: torch.Tensor, size: int, name: str) -> torch.Tensor | None:

@@ -192,34 +192,44 @@ class _Step:
     reported: list[tuple[np.ndarray, torch.Tensor]] = field(default_factory=list)
 
     def run(self, logits: torch.Tensor) -> SamplerOutput:
+        logits, largest, tokens, random, wanted = self._processed(logits)
+        if len(random):
+            self._draw(logits, largest, random, tokens, wanted)
+        return SamplerOutput(tokens, self._gather(tokens), self.errors)
+
+    def _processed(
+        self, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
+        """Steps 1 to 8: (logits, the largest and their tokens, lines to draw, those with processed logprobs)."""
         temperature = self.params.temperature[self.rows]
         asks = self.params.logprobs[self.rows] != NO_LOGPROBS
         raw = self.sampler.logprobs_mode.startswith("raw")
-        draws = bool((temperature > 0).any())
+        random = np.flatnonzero(temperature > 0)
         logits = self._apply("grammar", logits)
         if raw:
-            self._report(np.flatnonzero(asks), logits, draws or self.processors is not None)
+            self._report(np.flatnonzero(asks), logits, len(random) > 0 or self.processors is not None)
         logits = self._apply("non_argmax_invariant", logits)
         largest, tokens = self._argmax(logits)
         if not raw:
-            self._report(np.flatnonzero(asks & (temperature == 0)), logits, draws)
-        if draws:
-            random = np.flatnonzero(temperature > 0)
-            self._draw(logits, largest, random, tokens, set() if raw else set(np.flatnonzero(asks).tolist()))
-        return SamplerOutput(tokens, self._gather(tokens), self.errors)
+            self._report(np.flatnonzero(asks & (temperature == 0)), logits, len(random) > 0)
+        wanted = random[:0] if raw else np.flatnonzero(asks & (temperature > 0))
+        return logits, largest, tokens, random, wanted
+
+    def _draws_of(self, random: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """top_k, top_p and the uniform numbers of these lines."""
+        rows = self.rows[random]
+        numbers = uniform(self.params.seed[rows], self.params.sample_index[rows], self.outputs[random])
+        return self.params.top_k[rows], self.params.top_p[rows], numbers
 
     def _draw(
-        self, logits: torch.Tensor, largest: torch.Tensor, random: np.ndarray, tokens: torch.Tensor, wanted: set[int]
+        self, logits: torch.Tensor, largest: torch.Tensor, random: np.ndarray, tokens: torch.Tensor, wanted: np.ndarray
     ) -> None:
         """Steps 9 to 13 for the lines of `random`; writes their tokens into `tokens`."""
         logits, largest, random = self._warm(logits, largest, random)
         if not len(random):
             return
-        rows = self.rows[random]
-        numbers = uniform(self.params.seed[rows], self.params.sample_index[rows], self.outputs[random])
-        keep = {index for index, line in enumerate(random.tolist()) if line in wanted}
-        cuts = self.params.top_k[rows], self.params.top_p[rows]
-        draws = draw_rows(logits, largest, *cuts, numbers, keep, self.sampler.backend)
+        keep = set(np.flatnonzero(np.isin(random, wanted)).tolist())
+        draws = draw_rows(logits, largest, *self._draws_of(random), keep, self.sampler.backend)
         tokens[_index(random, tokens)] = torch.from_numpy(draws.tokens).to(tokens.device)
         for index, ids in draws.kept.items():
             kept = _index(ids, logits)
@@ -277,13 +287,19 @@ class _Step:
         self.reported.append((lines, own.clone() if overwritten and own is logits else own))
 
     def _gather(self, tokens: torch.Tensor) -> dict[int, TokenLogprobs]:
-        ids_of = self.params.logprob_token_ids
         gathered: dict[int, TokenLogprobs] = {}
         for lines, logits in self.reported:
-            rows = self.rows[lines]
-            asked = {index: ids_of[row] for index, row in enumerate(rows.tolist()) if row in ids_of}
-            own = self.sampler.gather_logprobs(logits, self._lines(tokens, lines), self.params.logprobs[rows], asked)
+            own = self.sampler.gather_logprobs(logits, *self._asked(tokens, lines))
             gathered.update(zip(lines.tolist(), own, strict=True))
+        return self._good(gathered)
+
+    def _asked(self, tokens: torch.Tensor, lines: np.ndarray) -> tuple[torch.Tensor, np.ndarray, dict[int, list[int]]]:
+        """Of these lines: tokens, numbers of top logprobs, and index -> the ids whose logprobs are asked for."""
+        rows, ids_of = self.rows[lines], self.params.logprob_token_ids
+        asked = {index: ids_of[row] for index, row in enumerate(rows.tolist()) if row in ids_of}
+        return self._lines(tokens, lines), self.params.logprobs[rows], asked
+
+    def _good(self, gathered: dict[int, TokenLogprobs]) -> dict[int, TokenLogprobs]:
         return {line: own for line, own in gathered.items() if line not in self.errors}
 
 
@@ -298,28 +314,14 @@ class _DeviceStep(_Step):
     checked: list[torch.Tensor] = field(default_factory=list)
 
     def start(self, logits: torch.Tensor) -> Pending:
-        temperature = self.params.temperature[self.rows]
-        asks = self.params.logprobs[self.rows] != NO_LOGPROBS
-        raw = self.sampler.logprobs_mode.startswith("raw")
-        draws = bool((temperature > 0).any())
-        logits = self._apply("grammar", logits)
-        if raw:
-            self._report(np.flatnonzero(asks), logits, draws or self.processors is not None)
-        logits = self._apply("non_argmax_invariant", logits)
-        largest, tokens = self._argmax(logits)
-        if not raw:
-            self._report(np.flatnonzero(asks & (temperature == 0)), logits, draws)
-        if draws:
-            random = np.flatnonzero(temperature > 0)
-            wanted = np.flatnonzero(asks & (temperature > 0)) if not raw else random[:0]
+        logits, largest, tokens, random, wanted = self._processed(logits)
+        if len(random):
             tokens = self._drawn(logits, largest, random, tokens, wanted)
-        backend, ids_of, computed = self.sampler.backend, self.params.logprob_token_ids, []
-        normalise = self.sampler.logprobs_mode.endswith("logprobs")
-        for lines, own in self.reported:
-            rows = self.rows[lines]
-            asked = {index: ids_of[row] for index, row in enumerate(rows.tolist()) if row in ids_of}
-            of_lines = self._lines(tokens, lines), self.params.logprobs[rows]
-            computed.append((lines, compute_logprobs(own, *of_lines, asked, normalise, backend)))
+        backend, normalise = self.sampler.backend, self.sampler.logprobs_mode.endswith("logprobs")
+        computed = [
+            (lines, compute_logprobs(own, *self._asked(tokens, lines), normalise, backend))
+            for lines, own in self.reported
+        ]
         gathered = [tensor for _, parts in computed for part in parts for tensor in part.tensors]
 
         def finish(arrays: Sequence[np.ndarray]) -> SamplerOutput:
@@ -331,8 +333,7 @@ class _DeviceStep(_Step):
                 end = start + 3 * len(parts)
                 logprobs.update(zip(lines.tolist(), read_logprobs(len(lines), parts, arrays[start:end]), strict=True))
                 start = end
-            good = {line: own for line, own in logprobs.items() if line not in self.errors}
-            return SamplerOutput(torch.from_numpy(arrays[0]), good, self.errors)
+            return SamplerOutput(torch.from_numpy(arrays[0]), self._good(logprobs), self.errors)
 
         return Pending([tokens, *self.checked, *gathered], finish)
 
@@ -348,11 +349,8 @@ class _DeviceStep(_Step):
         logprobs."""
         backend = self.sampler.backend
         logits, largest, random = self._warm(logits, largest, random)
-        rows = self.rows[random]
-        numbers = uniform(self.params.seed[rows], self.params.sample_index[rows], self.outputs[random])
-        cuts = self.params.top_k[rows], self.params.top_p[rows]
         wanted = np.flatnonzero(np.isin(random, wanted))
-        drawn, kept = draw_on_device(logits, largest, *cuts, numbers, len(wanted) > 0, backend)
+        drawn, kept = draw_on_device(logits, largest, *self._draws_of(random), len(wanted) > 0, backend)
         if kept is not None:
             among = logits.masked_fill(~kept, -math.inf)
             self.reported.append((random[wanted], self._lines(among, wanted)))

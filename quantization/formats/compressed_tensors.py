@@ -25,6 +25,7 @@ from llm.quantization.storage import (
     WeightStorage,
     check_scales,
     expand_slots,
+    group_loader,
     order_of_groups,
     whole_offset,
 )
@@ -554,7 +555,7 @@ class CompressedTensorsStorage(WeightStorage):
             self.add(layer, "weight_zero_point", zeros, own, any_dtype=True, is_packed=is_packed, **attributes)
         if self.scattered:  # of each shard: those of a fused layer must be equal
             groups_of = torch.empty(slots, columns, dtype=torch.int32)
-            self.add(layer, "weight_g_idx", groups_of, self._load_groups, any_dtype=True)
+            self.add(layer, "weight_g_idx", groups_of, group_loader(columns, self._shard_ids), any_dtype=True)
         if self.static_input:
             self.add(layer, "input_scale", torch.empty(slots), loader, POSITIVE, shard_slots=True)
             if not self.symmetric_input:
@@ -611,13 +612,6 @@ class CompressedTensorsStorage(WeightStorage):
         if loaded.tolist() != [rows, self._columns]:
             raise ValueError(f"says {loaded.tolist()}, the model needs {[rows, self._columns]}")
         return param.numel() if shard_id is None else 1
-
-    def _load_groups(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:
-        if list(loaded.shape) != [self._columns]:
-            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {[self._columns]}")
-        target = param.data if shard_id is None else param.data[self._shard_ids.index(shard_id)]
-        target[:] = loaded
-        return target.numel()
 
     def _load_packed_zeros(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
         index = 0 if shard_id is None else self._shard_ids.index(shard_id)

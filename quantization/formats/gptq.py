@@ -22,7 +22,7 @@ from llm.quantization.packing import packed_words, unpack_awq, unpack_from_int32
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.registry import get_scheme
 from llm.quantization.schemes import SCHEMES, IntegerMethod
-from llm.quantization.storage import NOT_0, Ready, WeightStorage, order_of_groups
+from llm.quantization.storage import NOT_0, Ready, WeightStorage, group_loader, order_of_groups
 from llm.quantization.unquantized import left_alone
 
 _WHERE = "gptq: quantization_config"
@@ -350,7 +350,7 @@ class GPTQStorage(_WordStorage):
         self.add(layer, "qweight", data, loader, **places)
         # Of each shard: those of a fused layer must be equal.
         data = torch.empty(len(self._sizes), self._columns, dtype=torch.int32)
-        self.add(layer, "g_idx", data, self._load_groups, optional=True, any_dtype=True)
+        self.add(layer, "g_idx", data, group_loader(self._columns, self._shard_ids), optional=True, any_dtype=True)
 
     def read(self, layer: nn.Module) -> IntegerWeight:
         rows, groups = sum(self._sizes), -(-self._columns // self._size)
@@ -371,13 +371,6 @@ class GPTQStorage(_WordStorage):
             half = 1 << (self.bits - 1)
             zero = (zero + half + 1) % (2 * half) - half
         return zero
-
-    def _load_groups(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: str | int | None = None) -> int:
-        if list(loaded.shape) != [self._columns]:
-            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {[self._columns]}")
-        target = param.data if shard_id is None else param.data[self._shard_ids.index(shard_id)]
-        target[:] = loaded
-        return target.numel()
 
     def _order(self, layer: nn.Module) -> torch.Tensor | None:
         """The inputs, group after group; None where they are in their own order."""
