@@ -20,6 +20,7 @@ from llm.base.watch import patches_of
 from llm.config.engine import EngineConfig
 from llm.kernels.backend import OPERATIONS, Backend
 from llm.layers.attention import AttentionBackend
+from llm.output_formats import aligned, html_table
 from llm.platforms.interface import Platform
 from llm.plugins import plugin_of
 
@@ -69,9 +70,7 @@ class Explanation:
     unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        rows = [HEADINGS, *(tuple(map(str, astuple(part))) for part in self.parts)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = aligned([HEADINGS, *(tuple(map(str, astuple(part))) for part in self.parts)])
         return "\n".join([*lines, *self._notes()])
 
     __repr__ = __str__
@@ -79,9 +78,7 @@ class Explanation:
     def _repr_html_(self) -> str:
         """The HTML for Jupyter."""
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
-        head = _html_row(HEADINGS, "th")
-        body = "".join(_html_row(astuple(part), "td") for part in self.parts)
-        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>{notes}"
+        return f"{html_table(HEADINGS, map(astuple, self.parts))}{notes}"
 
     def _notes(self) -> list[str]:
         return [f"custom_ops names {', '.join(self.unused)}: this model has no such operation."] if self.unused else []
@@ -217,7 +214,3 @@ def _scheme(method: QuantizeMethodBase) -> str:
 def _quant_reason(method: QuantizeMethodBase) -> str:
     known = (getattr(method, name, "") for name in ("reason", "source", "kernel"))
     return ", ".join(item for item in known if item) or "no quantization asked for"
-
-
-def _html_row(cells: Sequence[object], tag: str) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"

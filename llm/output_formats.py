@@ -10,7 +10,7 @@ import enum
 import html
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -187,7 +187,22 @@ def _table_rows(output: RequestOutput) -> list[JsonObject]:
     ]
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table of text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 # --- HTML: escaped text, inline styles, no script, nothing from elsewhere. ---
+
+
+def html_table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    def row(cells: Iterable[object], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(row(cells, "td") for cells in rows)
+    return f"<table><thead>{row(head, 'th')}</thead><tbody>{body}</tbody></table>"
+
 
 _MOST_ROWS = 100
 _MOST_CHARACTERS = 400

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from llm.base.checks import refuse
 from llm.base.optional import optional_package
 from llm.base.text import show
+from llm.output_formats import aligned, html_table
 from llm.quantization.on_load import RECIPES
 from llm.tools.quantization_report import TextScores, change_interval, measure_speed, perplexity_interval, score_texts
 
@@ -67,19 +67,12 @@ class Comparison:
     rows: tuple[Compared, ...]
 
     def __str__(self) -> str:
-        table = [_HEADINGS, *(row.cells() for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-        )
+        return "\n".join(aligned([_HEADINGS, *(row.cells() for row in self.rows)]))
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells()) for row in self.rows]
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in _HEADINGS)
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return html_table(_HEADINGS, (row.cells() for row in self.rows))
 
     def to_pandas(self) -> pandas.DataFrame:
         """A row for each."""

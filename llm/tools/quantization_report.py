@@ -19,6 +19,7 @@ from llm.engine.boundary import LayerReport, measured_weights
 from llm.engine.engine import Engine
 from llm.errors import LLMError, ValidationError
 from llm.inputs import PromptType, TokensPrompt
+from llm.output_formats import aligned
 from llm.quantization.quantizer import decibels, far_layers
 from llm.sampling_params import SamplingParams
 from llm.setup.calibrate import run_texts
@@ -136,11 +137,7 @@ class QuantizationReport:
             )
             for layer in self.layers
         ]
-        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
-        ]
-        return "\n".join([*self.summary(), "", *(line.rstrip() for line in table)])
+        return "\n".join([*self.summary(), "", *aligned([header, *rows])])
 
     __repr__ = __str__
 
