@@ -168,7 +168,12 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "got_ocr2": Family(
-        {**_QWEN, "model_type": "qwen2", "vocab_size": VOCAB, "max_position_embeddings": 1024},
+        {
+            **_QWEN,
+            "model_type": "qwen2",
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 1024,
+        },
         {
             "hidden_size": 16,
             "output_channels": 8,
@@ -404,11 +409,11 @@ FAMILIES: dict[str, Family] = {
             "hidden_size": 16,
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
-            "image_size": 32,
+            "image_size": 192,
             "patch_size": 8,
             "projection_dim": 48,
             "depth": 2,
-            "num_image_tokens": 16,
+            "num_image_tokens": 576,
         },
         {
             "image_token_id": "<image>",
@@ -425,7 +430,7 @@ FAMILIES: dict[str, Family] = {
             },
         },
         {"use_default_system_prompt": False},
-        {"size": {"height": 32, "width": 32}, "min_size": 8},
+        {"size": {"height": 192, "width": 192}, "min_size": 8},
         {"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     ),
     "exaone4_5": Family(
@@ -543,7 +548,7 @@ def write(name: str, folder: Path, seed: int = 3) -> Any:
     more = {key: with_ids(value) for key, value in family.more.items()}
     config = AutoConfig.for_model(
         kind,
-        text_config={**family.text, "max_position_embeddings": 1024},
+        text_config={**family.text, "max_position_embeddings": 2048 if kind == "janus" else 1024},
         vision_config=dict(family.vision),
         **{"tie_word_embeddings": False, **more},
     )

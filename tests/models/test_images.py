@@ -31,7 +31,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_answers_are_those_of_transformers_and_do_not_depend_on_the_batch(made: tuple[str, Path, Any]) -> None:
-    """Alone, together, in chunks, after a prefix that was cached, with pictures shared, preempted."""
+    """Alone, together, in chunks, after a prefix that was cached, with pictures shared, with one thread."""
     name, folder, model = made
     prompts = images.asked(name)
     with LLM(folder, use_tqdm_on_load=False) as llm:
@@ -45,7 +45,7 @@ def test_answers_are_those_of_transformers_and_do_not_depend_on_the_batch(made: 
         assert max(output.num_cached_tokens or 0 for output in hit) > 0
         for output, other, again in zip(together, first, hit, strict=True):
             assert images.answer_bits(output) == images.answer_bits(other) == images.answer_bits(again)
-    small = {"max_num_batched_tokens": 13, "enable_prefix_caching": False, "max_num_seqs": 3}
+    small = {"max_num_batched_tokens": 13, "enable_prefix_caching": False, "max_num_seqs": 3, "num_threads": 1}
     with LLM(folder, use_tqdm_on_load=False, block_size=16, kv_cache_memory_bytes=_bytes_for(folder), **small) as llm:
         again = llm.generate(prompts, images.GREEDY, use_tqdm=False)
         assert [images.bits(output) for output in again] == [images.bits(output) for output in together]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -154,10 +155,12 @@ def _skeleton(raw: JsonObject) -> Theirs:
     check_counts(dict(raw), "config.json")
     given = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map", "quantization_config")}
     config: Theirs = AutoConfig.for_model(family, **PreTrainedConfig._decode_special_floats(given))
+    make = partial(AutoModelForImageTextToText.from_config, config, dtype=torch.float32, trust_remote_code=False)
     with torch.device("meta"), without_warnings():
-        model: Theirs = AutoModelForImageTextToText.from_config(
-            config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
-        )
+        try:
+            model: Theirs = make(attn_implementation="sdpa")
+        except ValueError:  # it has none of PyTorch's fused attention
+            model = make(attn_implementation="eager")
     model.eval().requires_grad_(False)
     if not hasattr(model, "get_image_features") and not hasattr(_base(model), "get_image_features"):
         raise UnsupportedModelError(f"{type(model).__name__} of transformers has no get_image_features.")
