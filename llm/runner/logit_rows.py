@@ -25,6 +25,7 @@ import torch
 
 from llm.engine.step import RunnerOutput
 from llm.errors import LogitsProcessorError
+from llm.kernels.backend import Backend
 from llm.runner.batch import Drafts, InputBatch, LogitRows
 from llm.runner.recorded import Scores
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
@@ -61,6 +62,7 @@ class LogitRowReader:
         compute_logits: hidden states [L, H] and their batch rows -> float32 [L, vocab].
         lines_at_once: most logit rows whose logits may be in memory at once.
         scores: hidden states -> the same logits if the step was recorded, else None.
+        backend: uploads and downloads; a sampler that is being timed is a plain function.
     """
 
     batch: InputBatch
@@ -69,6 +71,7 @@ class LogitRowReader:
     compute_logits: Callable[[torch.Tensor, np.ndarray], torch.Tensor]
     logit_rows_at_once: int
     scores: Callable[[torch.Tensor], Scores | None]
+    backend: Backend
 
     def read(self, hidden: torch.Tensor, logit_rows: LogitRows, result: RunnerOutput) -> None:
         """Hidden states [L, H] of all logit rows -> tokens, logprobs and errors in `result`; tokens are also
@@ -176,14 +179,14 @@ class LogitRowReader:
                     return _Sampled(tokens)
         size = len(rows) if processors is not None else self.logit_rows_at_once
         outputs = positions + 1 - batch.num_prompt_tokens[rows]
-        sampled, backend = _Sampled(), self.sampler.backend
+        sampled, backend = _Sampled(), self.backend
         pending: list[Pending] = []
         for start in range(0, len(rows), size or 1):
             part = slice(start, start + size)
             own = source if len(rows) <= size else source[part]
             logits = own if has_logits else self.compute_logits(own, rows[part])
             of_part = rows[part], outputs[part], processors, len(batch.request_ids)
-            if backend.shares_host_memory:
+            if backend.shares_host_memory or not isinstance(self.sampler, Sampler):
                 sampled.add(start, self.sampler(logits, batch.sampling, *of_part))
             else:
                 pending.append(self.sampler.start(logits, batch.sampling, *of_part))
@@ -221,15 +224,15 @@ class LogitRowReader:
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             logits = self.compute_logits(hidden[part], rows[part])
-            chosen = self.sampler.backend.upload(tokens[part])
+            chosen = self.backend.upload(tokens[part])
             found += self.sampler.gather_logprobs(logits, chosen, counts[part], {})
             asked = self._asked_of_prompts(rows[part], positions[part])
             if asked:
                 lines = np.array(list(asked))
                 known = {index: [max(token, 0) for token in ids] for index, ids in enumerate(asked.values())}
-                own_tokens = select_lines(chosen, lines, self.sampler.backend)
+                own_tokens = select_lines(chosen, lines, self.backend)
                 gathered = self.sampler.gather_logprobs(
-                    select_lines(logits, lines, self.sampler.backend),
+                    select_lines(logits, lines, self.backend),
                     *(own_tokens, np.zeros(len(lines), dtype=np.int64), known),
                 )
                 for (line, ids), own in zip(asked.items(), gathered, strict=True):

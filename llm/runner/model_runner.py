@@ -595,7 +595,8 @@ class ModelRunner:
     def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
         """Sample and score the step's logit rows from the hidden states [N, H]."""
         reader = LogitRowReader(
-            *(self.batch, self.sampler, self.processors, self._logits_of, self._logit_rows_at_once), self._scores
+            *(self.batch, self.sampler, self.processors, self._logits_of, self._logit_rows_at_once),
+            *(self._scores, self.backend),
         )
         if step.logit_rows.num_sampled < len(hidden):  # otherwise these are all, in order
             hidden = self.backend.ops.select_rows(hidden, step.forward_batch.logits_indices)
