@@ -1067,6 +1067,8 @@ class LLM:
                 return
             self._engine.close()
             self._engine = None
+            if self._preprocessor.images is not None:
+                self._preprocessor.images.close()
             del self._preprocessor  # it refers to the tokenizer
             self._dropped.clear()
 

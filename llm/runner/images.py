@@ -79,7 +79,7 @@ class ImageRows:
         pad: int = 0,
     ) -> None:
         self._pad = pad
-        self._make_tower = make_tower
+        self._make_tower: Callable[[], VisionTower] | None = make_tower
         self._groups = groups
         self._tower: VisionTower | None = None
         self._multiplier = multiplier
@@ -90,6 +90,8 @@ class ImageRows:
     @property
     def tower(self) -> VisionTower:
         if self._tower is None:
+            if self._make_tower is None:
+                raise RuntimeError("the runner is closed")
             self._tower = self._make_tower()
         return self._tower
 
@@ -106,6 +108,14 @@ class ImageRows:
 
     def clear(self) -> None:
         self._rows.clear()
+
+    def close(self) -> None:
+        """Free the tower and the features, even while something refers to them."""
+        for tensor in () if self._tower is None else (*self._tower.parameters(), *self._tower.buffers()):
+            tensor.data = torch.empty(0)
+        self.clear()
+        self._features.clear()
+        self._tower = self._make_tower = None  # which refers to the runner
 
     def apply(self, step: StepInput, batch: InputBatch, forward: ForwardBatch) -> ForwardBatch:
         """A step's input with the features and positions of pictures. `forward` is filled anew by further steps."""

@@ -129,6 +129,7 @@ class ModelRunner:
             self.proposer.close()
         if self.adapters is not None:
             self.adapters.close()
+        self.images.close()
         states = [tensor for state in self.states for tensor in state]
         modules = [self.model] if self.head is None else [self.model, self.head]
         weights = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,16 @@ def test_a_mistake_is_one_sentence_before_anything_runs(
 def test_a_part_of_a_conversation_that_is_no_picture_is_refused(llm: LLM, part: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         llm.chat([{"role": "user", "content": [part]}], SHORT, use_tqdm=False)
+
+
+def test_a_closed_llm_keeps_no_tower_and_no_thread(folder: Path) -> None:
+    before = set(threading.enumerate())
+    with LLM(folder, use_tqdm_on_load=False) as llm:
+        ask(llm, PICTURE)
+        tower = llm._engine.runner.images.tower
+        assert sum(weight.numel() for weight in tower.parameters()) > 0
+    assert sum(weight.numel() for weight in tower.parameters()) == 0
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("llm-images")]
 
 
 @pytest.mark.parametrize("call", ["loglikelihood", "classify_choices", "perplexity"])
