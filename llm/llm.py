@@ -139,7 +139,7 @@ class LLM:
         offload_weights: weights that memory has no room for are kept in a file and read when they are used, which is
             slow; None: if they do not fit; True: all of them; False: refuse what does not fit.
             The file is in LLM_OFFLOAD_FOLDER, by default in the cache folder. `llm.config` says what is where.
-        device: "auto", "cpu", or the name of a platform plugin.
+        device: "auto", "cpu", "cuda", "rocm", "xpu", "mps" or the name of a platform plugin; "cuda:1": one of several.
         enforce_eager: nothing is compiled, whatever `compilation_config` says.
         compilation_config: which operations run their kernels and which plain PyTorch: a dict such as
             `{"custom_ops": ["none", "+rms_norm"]}`, or a mode; see `llm.config.compilation.CompilationConfig`.

@@ -17,8 +17,8 @@ The contract of an out-of-tree accelerator, version 1. The host promises, until 
        returns the `EngineArgs` to use, before they are resolved, or changes a `vllm_config` in place.
     3. The model runner: `Platform.get_model_runner_cls` names a subclass of `llm.runner.model_runner.ModelRunner`,
        whose methods `place_model`, `allocate_kv_caches`, `prepare_batch`, `extend_context`, `forward` and
-       `compute_logits` can be overridden one by one. A model is built and loaded in CPU memory;
-       `place_model` moves it to `Platform.device`.
+       `compute_logits` can be overridden one by one. Matrices are made on `Platform.device`
+       and filled while they are read; `place_model` moves what is not there.
     4. Kernels: `Platform.get_backend_cls` names an `llm.kernels.backend.Backend`, which computes any of its
        `OPERATIONS`; PyTorch computes the rest. `Platform.get_attn_backend_cls` names an
        `llm.layers.attention.AttentionBackend`; it owns the layout of the KV cache and the two operations on it.
