@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from llm.base.checks import MISSING, check_flag, check_integer, known_names, wrong_names
+from llm.base.checks import MISSING, check_flag, check_integer, known_names, refuse, wrong_names
 from llm.base.locks import FairLock, renew, tell_of_forks
 from llm.base.suggestions import ASKS_NOTHING, METHODS
 from llm.base.types import JsonObject
@@ -37,7 +37,7 @@ from llm.config.engine import (
 )
 from llm.config.engine import EMBEDDED_MODEL as EMBEDDED_MODEL
 from llm.engine.engine import Engine
-from llm.engine.images import images_of
+from llm.engine.images import NO_TOWER, images_of
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
 from llm.engine.pooling_rows import Prefix
@@ -332,6 +332,8 @@ class LLM:
         # The guard comes first: Ctrl-C must not leave a lock held or some of the rows queued.
         with InterruptGuard() as guard, self._exclusive():
             engine = self._begin()
+            if mm_processor_kwargs and self._preprocessor.images is None:
+                refuse("mm_processor_kwargs", mm_processor_kwargs, f"None: {NO_TOWER}")
             prompts = with_processor_options(prompts, mm_processor_kwargs)
             rows = prompt_rows(self, prompts, sampling_params, tokenization_kwargs, options, priority)
             give_adapters(engine, rows, lora_request)

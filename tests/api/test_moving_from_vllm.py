@@ -61,9 +61,9 @@ def test_chat_takes_what_scripts_pass_along(llm: LLM) -> None:
         (lambda llm: llm.beam_search(PROMPTS, BeamSearchParams(2, 2), priority=[1]), "1 values of priority for 3"),
         (lambda llm: llm.chat(MESSAGES, GREEDY, priority=[1, 2]), "2 values of priority for 1 prompts"),
         (lambda llm: llm.chat(MESSAGES, chat_template_content_format="openai"), "must be 'auto', got 'openai': "),
-        (lambda llm: llm.generate("x", mm_processor_kwargs={"fps": 1}), "prompts are text"),
+        (lambda llm: llm.generate("x", mm_processor_kwargs={"fps": 1}), "this model reads no images"),
         (lambda llm: llm.generate("x", lora_request="adapter"), "must be a LoRARequest"),
-        (lambda llm: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}), "multi_modal_data"),
+        (lambda llm: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}), "this model reads no images"),
     ],
 )
 def test_what_asks_for_more_is_refused(llm: LLM, call: Callable[[LLM], Any], said: str) -> None:

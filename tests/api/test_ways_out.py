@@ -123,7 +123,7 @@ def test_names_of_structured_output(name: str, said: str) -> None:
     assert "its name is json" in refusal(lambda: StructuredOutputsParams(schema={}))  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("key", ["multi_modal_data", "prompt_embeds", "encoder_prompt"])
+@pytest.mark.parametrize("key", ["media_io_kwargs", "prompt_embeds", "encoder_prompt"])
 def test_prompts_that_are_not_text(key: str) -> None:
     text = refusal(lambda: parse_prompt({"prompt": "x", key: {"image": 1}}))
     assert text.startswith(f"{key!r} in a prompt is refused: ")
