@@ -185,7 +185,11 @@ class Staging:
     def _taken(self, like: torch.Tensor) -> torch.Tensor:
         size = 1 << max(8, (like.nbytes - 1).bit_length())
         free = self._free.get(size)
-        part = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        if free:
+            part = free.pop()
+        else:
+            with torch.inference_mode(False):  # or it could not be written outside of a step
+                part = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self._used.append(part)
         return part[: like.nbytes].view(like.dtype).view(like.shape)
 

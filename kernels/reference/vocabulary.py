@@ -118,14 +118,14 @@ def draw_nucleus(
     Args:
         logits: float32 [n, vocab], without NaN and inf, each row with one above -inf.
         largest: float32 [n], the largest logit of each row.
-        top_p: float64 [n], in (0, 1].  uniform: float64 [n], in [0, 1).
+        top_p: float64 [n], in (0, 1].  uniform: float64 [n], in [0, 1). float32 where a device has no float64.
 
     Returns:
         int64 [n], the tokens drawn; int64 [n], the last token kept in each row, in descending order of logits.
     """
     weights = (logits - largest.unsqueeze(1)).exp_()
     if logits.device.type != "cpu":
-        return _draw_sorted(logits, weights.double(), top_p, uniform)
+        return _draw_sorted(logits, weights.to(uniform.dtype), top_p, uniform)
     masses = np.cumsum(block_sums(logits, largest, _BLOCK).cpu().numpy().astype(np.float64), axis=1)[:, -1]
     tokens, edges = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.int64)
     for line, (share, number) in enumerate(zip(top_p.tolist(), uniform.tolist(), strict=True)):
