@@ -271,14 +271,14 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def _patch_metadata(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
-    build = InputBatch._attention
+    build = InputBatch.attention_metadata
 
     def planted(self: InputBatch, *args: Any) -> Any:
         metadata = build(self, *args)
         change(metadata)
         return metadata
 
-    monkeypatch.setattr(InputBatch, "_attention", planted)
+    monkeypatch.setattr(InputBatch, "attention_metadata", planted)
 
 
 def slot_of_one_row_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
