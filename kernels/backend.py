@@ -88,6 +88,8 @@ _EXACT = {
     *("select_rows", "ids_below", "multiply", "add", "scale", "argmax"),
 }
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
 Operation = Callable[..., Any]
 
 
@@ -231,6 +233,7 @@ class Backend:
         rounds_bf16_inputs: GEMMs with bfloat16 weights are faster on activations rounded to bfloat16; activations are
             rounded where the model allows it (`Construction.may_round`).
         offloads: packed weights may be in the mapping of a file (`Construction.keep`).
+        activations: the types of activations that its kernels take.
     """
 
     name: ClassVar[str] = ""
@@ -239,6 +242,7 @@ class Backend:
     records_kernels_only: bool = True
     rounds_bf16_inputs: bool = False
     offloads: bool = False
+    activations: ClassVar[tuple[torch.dtype, ...]] = _FLOATS
 
     def __init__(
         self,
@@ -279,6 +283,10 @@ class Backend:
     def lacks(self) -> list[str]:
         """The operations that PyTorch's definitions compute, in the order of `OPERATIONS`."""
         return [name for name in OPERATIONS if name not in self._own]
+
+    def takes(self, name: str) -> tuple[torch.dtype, ...]:
+        """The types of activations that `op(name)` takes, and gives; the definitions take all."""
+        return self.activations if name in self._own else _FLOATS
 
     def source(self, name: str) -> str:
         """What computes `op(name)`, for `llm.explain()`: "cpu kernel avx512_vnni" or "PyTorch"."""

@@ -41,6 +41,7 @@ class CpuBackend(Backend):
     name = "cpu"
     records = True
     offloads = True
+    activations = (torch.float32,)
 
     def __init__(self, library: Library, reason: str) -> None:
         functions = {name: kernel(name) for name in OPERATIONS}

@@ -35,7 +35,7 @@ from llm.config.engine import (
 from llm.engine.boundary import PoolingPlan, RunnerPlan
 from llm.errors import OutOfMemoryError, ValidationError
 from llm.forward import QUANTIZED_CACHE_DTYPES, KVCacheSpec, LatentCacheSpec, PagedSpec, StateSpec, all_roll_back
-from llm.kernels.backend import Backend
+from llm.kernels.backend import OPERATIONS, Backend
 from llm.layers.attention import attention_backend
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.loader import stored_as
@@ -92,6 +92,7 @@ def make_plan(
 ) -> RunnerPlan:
     """The plan of rank `tp` in `free` bytes; raises `ValidationError` and `OutOfMemoryError`, and allocates nothing."""
     args = _for_pooling(args, model)
+    check_activations(choose_dtypes(args, model, platform).compute, backend)
     dtypes, (adapters, free) = choose_dtypes(args, model, platform), plan_adapters(args, model, platform, free)
     kv_dtype, why = choose_cache_dtype(args, dtypes.of_cache(args), model.quantization.config)
     specs, of_head = _specs(model, head, kv_dtype, tp, platform), weight_bytes_in_memory(args, head, platform)
@@ -182,6 +183,19 @@ def choose_dtypes(args: EngineArgs, model: ReadModel, platform: Platform) -> Dty
     if dtype in computes_in:
         return Dtypes(dtype, model.stored_dtype, None)
     return Dtypes(computes_in[0], dtype, dtype)
+
+
+def check_activations(dtype: torch.dtype, backend: Backend) -> None:
+    """Raise `ValidationError` for activations that a kernel of the backend does not take."""
+    refused = [name for name in OPERATIONS if dtype not in backend.takes(name)]
+    if refused:
+        names = [str(item).removeprefix("torch.") for item in backend.takes(refused[0])]
+        shown = ", ".join(refused[:3]) + (" ..." if len(refused) > 3 else "")
+        refuse(
+            "dtype",
+            str(dtype).removeprefix("torch."),
+            f"{' or '.join(names)}, which {backend.name} kernels take ({shown})",
+        )
 
 
 def _seed(args: EngineArgs, reasons: dict[str, str]) -> int:

@@ -15,7 +15,7 @@ from kernel_sets import ISAS, has_kernels, kernel_set, needs_compiler
 import llm.platforms
 from llm import LLM, SamplingParams
 from llm.base.construction import constructing_for
-from llm.errors import PluginError
+from llm.errors import PluginError, ValidationError
 from llm.kernels.backend import OPERATIONS, Backend, definition
 from llm.kernels.cpu import backend as cpu
 from llm.kernels.cpu.backend import CpuBackend
@@ -24,6 +24,7 @@ from llm.kernels.select import backend_for
 from llm.layers.norm import RMSNorm
 from llm.platforms import select_platform
 from llm.platforms.cpu import CpuPlatform
+from llm.setup.plan import check_activations
 
 with_kernels = pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")
 PROMPTS = [[5, 300, 301, 17], [7, 8], list(range(100, 141))]
@@ -112,6 +113,17 @@ def test_the_cpus_backend_too_may_lack_an_operation(monkeypatch: pytest.MonkeyPa
         assert told == [(name, "PyTorch") for name in gone]
         assert opened.config.invariant is (lacking == "embedding")
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+
+
+def test_activations_that_a_kernel_does_not_take_are_refused() -> None:
+    class Narrow(Backend):
+        name, activations = "narrow", (torch.float16,)
+
+    narrow = Narrow({"rms_norm": definition("rms_norm")}, "a test asked for it")
+    assert narrow.takes("rms_norm") == (torch.float16,) and torch.float32 in narrow.takes("argmax")
+    check_activations(torch.float16, narrow)
+    with pytest.raises(ValidationError, match=r"dtype must be float16, which narrow kernels take \(rms_norm\), got"):
+        check_activations(torch.float32, narrow)
 
 
 # --- What every backend answers. ---
