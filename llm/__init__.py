@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from llm.sampling_params import RequestOutputKind as RequestOutputKind
     from llm.sampling_params import SamplingParams as SamplingParams
     from llm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
+    from llm.tools.serve.server import serve as serve
 
 # Public name -> the module that defines it.
 _PUBLIC = {
@@ -130,6 +131,7 @@ _PUBLIC = {
     "SamplingError": "llm.errors",
     "EngineBusyError": "llm.errors",
     "ArgumentError": "llm.errors",
+    "serve": "llm.tools.serve.server",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

@@ -155,7 +155,8 @@ class AsyncLLM:
         """As `generate`, for one conversation; the arguments are those of `LLM.chat`.
 
         The last output has `content`, `reasoning` and `tool_calls`, of the whole reply also where `output_kind` is
-        DELTA.
+        DELTA. Those before it, where it is CUMULATIVE, have of `content` and `reasoning` what is certain already: not
+        what may yet be a call.
         """
         options = ChatOptions.of(locals())
         prompt = ChatPrompt(messages, options)

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from llm import __version__
-from llm.base.command_line import add_logits_processors, one_by_one
+from llm.base.command_line import add_engine_flags, add_other_flags, engine_arguments, one_by_one
 from llm.base.text import clip
 from llm.base.types import Commands
 from llm.errors import LLMError, ValidationError, is_out_of_memory
@@ -31,8 +31,13 @@ _DEFAULT_MAX_TOKENS = 128
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status: 0, 1 for a user's mistake (one sentence), 130 for Ctrl-C."""
-    args = _parser().parse_args(one_by_one(sys.argv[1:] if argv is None else argv))
+    given = one_by_one(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(given)
+    if rest and hasattr(args, "engine_command"):
+        add_other_flags(args.engine_command, [text for text in rest if text.startswith("--")])
     try:
+        args = parser.parse_args(given) if rest else args
         return args.run(args)
     except LLMError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -74,8 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_jobs(commands)
     _add_plan(commands)
     _add_chat(commands)
+    _add_serve(commands)
     _add_doctor(commands)
     return parser
+
+
+def _add_serve(commands: Commands) -> None:
+    from llm.tools.serve.server import add_command
+
+    add_command(commands)
 
 
 def _add_chat(commands: Commands) -> None:
@@ -144,12 +156,8 @@ def _add_generate(commands: Commands) -> None:
     command.add_argument("--top-p", metavar="P", type=float, help="draw among the likeliest that sum to P")
     command.add_argument("--min-p", metavar="P", type=float, help="drop tokens below P times the likeliest")
     command.add_argument("--seed", metavar="N", type=int, help="makes the answer reproducible")
-    add_logits_processors(command)
     command.add_argument("--extra-args", metavar="JSON", help='for logits processors: {"target_token": 67}')
-    _add_quantize_on_load(command)
-    command.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of prompt and output together")
-    command.add_argument("--verbose", action="store_true", help="show what was decided, and why")
-    _add_compilation(command)
+    add_engine_flags(command, leave_out=("seed",))
 
 
 def _add_explain(commands: Commands) -> None:
@@ -161,56 +169,16 @@ def _add_explain(commands: Commands) -> None:
     command.set_defaults(run=_explain)
     command.add_argument("model", nargs="?", help="model folder or hub name (default: the embedded model)")
     command.add_argument("--dummy", action="store_true", help="do not read the weights")
-    _add_quantize_on_load(command)
-    _add_compilation(command)
-
-
-def _add_quantize_on_load(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--quantization", metavar="NAME", help="w8a8, w8a16, w4a8, w4a16: quantize while loading")
-
-
-def _add_compilation(command: argparse.ArgumentParser) -> None:
-    """`--compilation-config JSON`, and vLLM's spelling for the one key that matters."""
-    command.add_argument(
-        *("--compilation-config", "--compilation_config"),
-        metavar="JSON",
-        help='which operations run their kernels: {"custom_ops": ["none", "+rms_norm"]}, or a mode from 0 to 3',
-    )
-    command.add_argument(
-        *("--compilation-config.custom_ops", "--compilation_config.custom_ops"),
-        dest="custom_ops",
-        metavar="OPS",
-        help="the same for custom_ops alone: none,+rms_norm",
-    )
-
-
-def _compilation_config(args: argparse.Namespace) -> object:
-    """The argument `LLM(compilation_config=)` from the two options."""
-    if args.custom_ops is None:
-        return args.compilation_config
-    if args.compilation_config is not None:
-        raise ValidationError(
-            "--compilation-config and --compilation-config.custom_ops exclude each other; put both into the JSON.",
-            parameter="compilation_config",
-            value=args.custom_ops,
-        )
-    try:
-        return {"custom_ops": json.loads(args.custom_ops)}
-    except ValueError:  # not JSON, so a plain list
-        return {"custom_ops": args.custom_ops}
+    add_engine_flags(command)
 
 
 def _explain(args: argparse.Namespace) -> int:
     from llm.llm import EMBEDDED_MODEL, LLM
 
-    with LLM(
-        EMBEDDED_MODEL if args.model is None else args.model,
-        quantization=args.quantization,
-        max_num_seqs=1,
-        load_format="dummy" if args.dummy else "auto",
-        skip_tokenizer_init=True,
-        compilation_config=_compilation_config(args),
-    ) as llm:
+    given = {"max_num_seqs": 1, "skip_tokenizer_init": True, **engine_arguments(args)}
+    if args.dummy:
+        given["load_format"] = "dummy"
+    with LLM(EMBEDDED_MODEL if args.model is None else args.model, **given) as llm:
         print(llm.explain())
     return 0
 
@@ -219,16 +187,8 @@ def _generate(args: argparse.Namespace) -> int:
     from llm.llm import EMBEDDED_MODEL, LLM
 
     text = _read_stdin() if args.prompt == "-" else args.prompt
-    with LLM(
-        EMBEDDED_MODEL if args.model is None else args.model,
-        quantization=args.quantization,
-        max_model_len=args.max_model_len,
-        max_num_seqs=1,
-        seed=args.seed,
-        verbose=args.verbose,
-        logits_processors=args.logits_processors,
-        compilation_config=_compilation_config(args),
-    ) as llm:
+    given = {"max_num_seqs": 1, "seed": args.seed, **engine_arguments(args)}
+    with LLM(EMBEDDED_MODEL if args.model is None else args.model, **given) as llm:
         params = _sampling_params(llm, args)
         if args.chat:
             (prompt,) = llm.render_chat([{"role": "user", "content": text}])

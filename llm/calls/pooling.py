@@ -53,6 +53,22 @@ R = TypeVar("R", bound=PoolingRequestOutput[AnyOutput])
 NO_PREFIX = Prefix()
 
 
+@dataclass(frozen=True)
+class PairPrompt:
+    """In the place of a prompt of `encoding`: two texts, which a classifier of one class reads together."""
+
+    first: str
+    second: str
+    instruction: str | None = None
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """In the place of a prompt of `encoding`: a text whose vector is compared, without the model's own prompt."""
+
+    text: str
+
+
 class AboutPrompt(TypedDict):
     """The fields of an output beside `outputs`."""
 
@@ -90,8 +106,13 @@ class PoolingCall:
     ) -> tuple[Row, Callable[[PromptState], PoolingRequestOutput[PoolingOutput]]]:
         """The row of one prompt of `encode`, and what makes its output; the lock is held."""
         plan = self._plan(None)
-        by_token = self._is_by_token(plan, pooling_task)
-        [row] = self._texts(PoolingRows(self.llm._preprocessor, plan), [prompt], by_token=by_token)
+        maker = PoolingRows(self.llm._preprocessor, plan)
+        if isinstance(prompt, PairPrompt):
+            [row] = self._pairs(maker, self._scores(), [(prompt.first, prompt.second)], prompt.instruction)
+        elif isinstance(prompt, ScoredText):
+            [row] = self._texts(maker, [prompt.text], Prefix(None, ""))
+        else:
+            [row] = self._texts(maker, [prompt], by_token=self._is_by_token(plan, pooling_task))
         return row, partial(_data, plan=plan)
 
     def reward(self, prompts: object) -> PoolingRequestOutputs[PoolingRequestOutput[PoolingOutput]]:
@@ -103,21 +124,27 @@ class PoolingCall:
         plan, pairs = self._plan(None), pair_texts(data_1, data_2)
         if plan.task == "embed":
             return self._cosines(pairs)
-        self._plan(plan.task)
+        plan = self._scores()
+        return self._run("classify", lambda rows: self._pairs(rows, plan, pairs, instruction), _score)
+
+    def _scores(self) -> PoolingPlan:
+        """The plan of a classifier of one class; raises `ValidationError` for another model."""
+        plan = self._plan("classify")
         if plan.size != 1:
             raise ValidationError(
                 f"score needs a classifier of one class, and this model has {plan.size}; call classify.",
                 parameter="convert",
                 value=plan.size,
             )
+        return plan
 
-        def make(rows: PoolingRows) -> list[Row]:
-            if plan.recipe != QWEN3_RERANKER:
-                return rows.pairs(pairs, self.params, self.tokenization_kwargs)
-            texts = [asked_text(*pair, instruction) for pair in pairs]
-            return rows.whole(texts, self.params, self.tokenization_kwargs)
-
-        return self._run("classify", make, _score)
+    def _pairs(
+        self, rows: PoolingRows, plan: PoolingPlan, pairs: Sequence[tuple[str, str]], instruction: str | None
+    ) -> list[Row]:
+        if plan.recipe != QWEN3_RERANKER:
+            return rows.pairs(pairs, self.params, self.tokenization_kwargs)
+        texts = [asked_text(*pair, instruction) for pair in pairs]
+        return rows.whole(texts, self.params, self.tokenization_kwargs)
 
     def rerank(
         self, query: str, documents: Sequence[str], top_n: int | None, instruction: str | None

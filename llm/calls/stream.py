@@ -31,7 +31,7 @@ class OngoingRequest:
     it, or all of it once it has ended.
 
     Attributes:
-        read: what reads the whole of it; None: nothing does.
+        read: what reads the whole of it, and what is certain of a part; None: nothing does.
         texts: what streaming has of each completion.
         given: tokens and characters of each that outputs have had.
         has_begun: nothing but an end has to be told at once.
@@ -59,10 +59,13 @@ class OngoingRequest:
             return None
         output = self.state.output()
         output.request_id = name
-        if self.read is not None and output.finished:
+        is_whole = self.kind is not RequestOutputKind.DELTA
+        if self.read is not None and output.finished and not is_whole:
             self.read(output)
         for index, own in enumerate(output.outputs):
             self._advance(index, own)
+        if self.read is not None and is_whole:
+            self.read(output)
         return output
 
     def _is_new(self) -> bool:

@@ -234,8 +234,8 @@ def chat_body(output: RequestOutput, key: str, model: str, choice: ToolChoice, n
         {
             "index": own.index,
             "message": _message(own),
-            "logprobs": _chat_logprobs(own, num_logprobs),
-            "finish_reason": _finish_of_chat(own, choice),
+            "logprobs": chat_logprobs(own, num_logprobs),
+            "finish_reason": finish_of_chat(own, choice),
         }
         for own in output.outputs
     ]
@@ -248,7 +248,7 @@ def _message(own: CompletionOutput) -> JsonObject:
     return message if own.reasoning is None else {**message, "reasoning": own.reasoning}
 
 
-def _finish_of_chat(own: CompletionOutput, choice: ToolChoice) -> str | None:
+def finish_of_chat(own: CompletionOutput, choice: ToolChoice) -> str | None:
     """Of a call of the named function it is "stop", as in OpenAI's API and vLLM."""
     reason = _FINISH.get(own.finish_reason or "", own.finish_reason)
     return "tool_calls" if own.tool_calls and reason == "stop" and choice.kind != "named" else reason
@@ -259,7 +259,7 @@ def completion_body(output: RequestOutput, key: str, model: str) -> JsonObject:
         {
             "index": own.index,
             "text": own.text,
-            "logprobs": _completion_logprobs(own),
+            "logprobs": completion_logprobs(own),
             "finish_reason": _FINISH.get(own.finish_reason or "", own.finish_reason),
         }
         for own in output.outputs
@@ -273,7 +273,7 @@ def _body(output: RequestOutput, name: str, kind: str, model: str, choices: list
     return {"id": name, "object": kind, "created": 0, "model": model, "choices": choices, "usage": usage}
 
 
-def _chat_logprobs(own: CompletionOutput, count: int | None) -> JsonObject | None:
+def chat_logprobs(own: CompletionOutput, count: int | None) -> JsonObject | None:
     if own.logprobs is None:
         return None
     return {"content": [_chat_token(position, count) for position in own.logprobs], "refusal": None}
@@ -289,24 +289,24 @@ def _chat_token(position: dict[int, Logprob], count: int | None) -> JsonObject:
 
 def _token(item: Logprob) -> JsonObject:
     text = item.decoded_token or ""
-    return {"token": text, "logprob": _finite(item.logprob), "bytes": list(text.encode())}
+    return {"token": text, "logprob": finite(item.logprob), "bytes": list(text.encode())}
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """JSON has no -Infinity: OpenAI's value for a token that is very unlikely."""
     return max(logprob, -9999.0)
 
 
-def _completion_logprobs(own: CompletionOutput) -> JsonObject | None:
+def completion_logprobs(own: CompletionOutput) -> JsonObject | None:
     if own.logprobs is None:
         return None
     sampled = [next(iter(position.values())) for position in own.logprobs]
     texts = [item.decoded_token or "" for item in sampled]
     return {
         "tokens": texts,
-        "token_logprobs": [_finite(item.logprob) for item in sampled],
+        "token_logprobs": [finite(item.logprob) for item in sampled],
         "top_logprobs": [
-            {item.decoded_token or "": _finite(item.logprob) for item in position.values()} for position in own.logprobs
+            {item.decoded_token or "": finite(item.logprob) for item in position.values()} for position in own.logprobs
         ],
         "text_offset": text_offsets(own.text, texts),
     }

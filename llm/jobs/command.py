@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm.base.command_line import add_logits_processors
+from llm.base.command_line import add_engine_flags, add_lora_modules, engine_arguments, lora_modules_of
 from llm.base.types import Commands, JsonObject
 from llm.errors import JobInterrupted, ValidationError
 from llm.pooling_params import PoolingParams
@@ -60,22 +60,12 @@ def add_commands(commands: Commands) -> None:
     )
     command.add_argument("--task", choices=(*_TASKS,), default="auto", help="auto: what the checkpoint is for")
     command.add_argument("--lora", metavar="FOLDER", help="the adapter of all rows")
-    command.add_argument(
-        "--lora-modules",
-        metavar="NAME=FOLDER",
-        action="append",
-        default=[],
-        help="an adapter that rows name, a batch as its model, other rows in a column lora_name; once for each",
-    )
-    command.add_argument("--max-lora-rank", metavar="N", type=int, help="the largest rank of an adapter (default: 16)")
+    add_lora_modules(command)
     command.add_argument("--on-error", choices=("return", "raise"), default="return", help="raise: refuse bad rows")
     command.add_argument(
         "--on-too-long", choices=("error", "truncate_left", "truncate_middle", "skip"), default="error"
     )
-    command.add_argument("--quantization", metavar="NAME", help="w8a8, w8a16, w4a8, w4a16: quantize while loading")
-    command.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of prompt and output together")
-    command.add_argument("--max-num-seqs", metavar="N", type=int, help="most rows computed in one step")
-    add_logits_processors(command)
+    add_engine_flags(command)
     merge = commands.add_parser(
         "merge",
         help="put the parts of a sharded run into one file",
@@ -86,12 +76,11 @@ def add_commands(commands: Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llm.config.engine import DEFAULT_MAX_LORA_RANK
     from llm.inputs import LoRARequest
     from llm.jobs.job import JobFiles, RunOptions
     from llm.llm import EMBEDDED_MODEL, LLM
 
-    given, modules = _params(args.params), _modules(args.lora_modules)
+    given, modules = _params(args.params), lora_modules_of(args)
     _check_params(given, args.task)
     options = RunOptions(
         args.column,
@@ -105,17 +94,8 @@ def _run(args: argparse.Namespace) -> int:
     )
     JobFiles.of(args.input, args.output, options)  # wrong paths are told before the model is loaded
     runner, convert = _TASKS[args.task]
-    with LLM(
-        EMBEDDED_MODEL if args.model is None else args.model,
-        quantization=args.quantization,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        runner=runner,
-        convert=convert,
-        enable_lora=bool(modules or args.lora),
-        max_lora_rank=args.max_lora_rank or DEFAULT_MAX_LORA_RANK,
-        logits_processors=args.logits_processors,
-    ) as llm:
+    engine = {"runner": runner, "convert": convert, "enable_lora": bool(modules or args.lora)}
+    with LLM(EMBEDDED_MODEL if args.model is None else args.model, **{**engine, **engine_arguments(args)}) as llm:
         is_pooling = llm.config.model_config.runner_type == "pooling"
         try:
             summary = llm.run(
@@ -142,15 +122,6 @@ def _report(summary: JobSummary, is_pooling: bool) -> None:
         f"error; {tokens} tokens, {summary.seconds:.1f} s]",
         file=sys.stderr,
     )
-
-
-def _modules(given: list[str]) -> dict[str, str]:
-    """--lora-modules as a dict."""
-    pairs = [item.partition("=") for item in given]
-    for name, _, folder in pairs:
-        if not name or not folder:
-            raise ValidationError(f"--lora-modules takes NAME=FOLDER, got {name!r}.", parameter="lora_modules")
-    return {name: folder for name, _, folder in pairs}
 
 
 def _params(text: str | None) -> JsonObject:

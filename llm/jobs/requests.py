@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 import string
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -435,7 +435,7 @@ class JobAdapters:
 
 # Columns of a pair of texts, of a plain row and of a body.
 PAIR = ("text_1", "text_2")
-_URLS = {
+POOLING_URLS = {
     "embed": ("/v1/embeddings",),
     "classify": ("/classify", "/v1/classify"),
     "score": ("/score", "/v1/score"),
@@ -542,8 +542,8 @@ class BatchVectors(BatchForm):
 
     def request(self, row: JsonObject) -> list[Wanted]:
         """One for each input; raises `ValidationError` for unknown fields and wrong values."""
-        body = self.body_of(row, [url for task in tasks_of(self.plan) for url in _URLS[task]])
-        task = _task(row)
+        body = self.body_of(row, [url for task in tasks_of(self.plan) for url in POOLING_URLS[task]])
+        task = task_of(row["url"])
         own = PAIR if task == "score" else ("input", *(["encoding_format"] if task == "embed" else []))
         check_fields(body, (*own, *_FIELDS, *_NO_EFFECT), _NEUTRAL)
         check_choice("encoding_format", body.get("encoding_format", "float"), ("float", "base64"))
@@ -558,19 +558,25 @@ class BatchVectors(BatchForm):
     def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
         if ended.values is None:
             return self.line(row, ended, None)
-        task, body = _task(row), row["body"]
+        task, body = task_of(row["url"]), row["body"]
         values = ended.values.reshape(1 if task == "score" else len(_inputs(body["input"])), -1)
-        items = [self._item(task, own, body.get("encoding_format") == "base64") for own in values]
+        model, is_coded = body.get("model") or model, body.get("encoding_format") == "base64"
         count = len(ended.output.prompt_token_ids)
-        response: JsonObject = {
-            "id": f"{_IDS[task]}-{ended.key[:24]}",
+        return self.line(row, ended, self.response(task, values, ended.key, model, count, is_coded))
+
+    def response(
+        self, task: str, values: Iterable[np.ndarray], key: str, model: str, num_tokens: int, is_coded: bool = False
+    ) -> JsonObject:
+        """The body of an answer; `values`: of each input."""
+        items = [self._item(task, own, is_coded) for own in values]
+        return {
+            "id": f"{_IDS[task]}-{key[:24]}",
             "object": "list",
             "created": 0,
-            "model": body.get("model") or model,
+            "model": model,
             "data": [{"index": index, **item} for index, item in enumerate(items)],
-            "usage": {"prompt_tokens": count, "total_tokens": count},
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
-        return self.line(row, ended, response)
 
     def _item(self, task: str, values: np.ndarray, is_coded: bool) -> JsonObject:
         """An item of `data`."""
@@ -582,8 +588,8 @@ class BatchVectors(BatchForm):
         return {"label": values_out[0], "probs": values_out[1], "num_classes": len(values)}
 
 
-def _task(row: JsonObject) -> str:
-    return next(task for task, urls in _URLS.items() if row["url"] in urls)
+def task_of(url: str) -> str:
+    return next(task for task, urls in POOLING_URLS.items() if url in urls)
 
 
 def _output_values(task: str, values: np.ndarray | None, plan: PoolingPlan) -> tuple[object, ...]:

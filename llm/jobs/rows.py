@@ -132,14 +132,14 @@ class Maker:
                 prompt, own, adapter = request.prompt, request.params, request.adapter
                 sources = _images(form, request, preprocessor)
                 if sources and request.messages is not None:
-                    _check_conversation(request.messages)
+                    check_conversation(request.messages)
                     request = request._replace(
                         messages=with_images(cast("list[JsonObject]", request.messages), sources)
                     )
                 elif sources and preprocessor.images is not None:
                     prompt = preprocessor.images.prompt_of_row(prompt, sources)
                 if request.messages is not None:
-                    _check_conversation(request.messages)
+                    check_conversation(request.messages)
                     options = {name: value for name, value in request.chat.items() if name != "chat_template_kwargs"}
                     arguments = request.chat.get("chat_template_kwargs") or {}
                     if request.choice is not None and request.choice.forces:
@@ -217,7 +217,7 @@ def _all_or_none(rows: list[AnyRow]) -> list[AnyRow]:
     return [refused]
 
 
-def _check_conversation(messages: object) -> None:
+def check_conversation(messages: object) -> None:
     if not isinstance(messages, list) or not messages or not all(isinstance(item, Mapping) for item in messages):
         raise ValidationError(
             "messages must be one conversation, a list of {'role': ..., 'content': ...} that is not empty; write a row "

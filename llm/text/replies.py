@@ -14,6 +14,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from llm.base.checks import check_choice, check_flag
@@ -96,6 +97,9 @@ class ReplyReader:
         return None if tell is None else lambda output: tell(self.read([output], choice)[0])
 
     def _read(self, output: RequestOutput, own: CompletionOutput, choice: ToolChoice) -> None:
+        if own.finish_reason is None:
+            own.reasoning, own.content = self._certain(output, own, choice)
+            return
         raw = self._raw(output, own)
         reasoning: str | None = None
         calls: list[Call] = []
@@ -116,6 +120,39 @@ class ReplyReader:
         own.content = own.text
         if calls or reasoning is not None or (self.form == "gpt_oss" and not choice.forces):
             own.content = self._without_special(rest).strip()
+
+    def _certain(self, output: RequestOutput, own: CompletionOutput, choice: ToolChoice) -> tuple[str | None, str]:
+        """(reasoning, content) of a reply that goes on, as far as what comes cannot change them.
+
+        A call, what may yet become one and what follows, and messages with channels, are read once all is there.
+        """
+        if self.form is None and self.around is None and not choice.forces:
+            return None, own.text
+        if choice.forces or self.form == "gpt_oss":
+            return None, ""
+        raw = self._raw(output, own)
+        while raw and len(self._without_special(raw)) > len(own.text):
+            raw = raw[:-1]  # the start of a character or of a stop string
+        reasoning, rest = self._split(output.prompt or "", raw)
+        if self.around is not None:
+            start, end = self.around
+            if reasoning is not None and end not in raw:
+                return self._before_calls(reasoning, end).rstrip("\n"), ""
+            if reasoning is None and start.startswith(raw.strip()):
+                return None, ""
+        if reasoning is None and self.form is None:
+            return None, own.text
+        content = self._without_special(self._before_calls(rest))
+        if reasoning is not None:
+            return reasoning, content.strip()
+        return None, "" if content[:1].isspace() else content.rstrip()  # with a call it is stripped
+
+    def _before_calls(self, text: str, *others: str) -> str:
+        """What stands before anything that may be the beginning of a call, or of one of `others`."""
+        begins = set(others)
+        if self.form is not None:
+            begins |= {*FORMS[self.form].begins, *_OPENINGS}
+        return text[: min(map(partial(_may_begin, text), begins), default=len(text))]
 
     def _calls(self, text: str, choice: ToolChoice) -> tuple[str, list[Call]]:
         """(the text without its calls, the calls)."""
@@ -161,6 +198,15 @@ class ReplyReader:
         return text
 
 
+def _may_begin(text: str, begin: str) -> int:
+    """Where `begin` is in the text, or may be once more of it is there."""
+    found = text.find(begin)
+    if found >= 0:
+        return found
+    ends = (size for size in range(min(len(begin), len(text)), 0, -1) if text.endswith(begin[:size]))
+    return len(text) - next(ends, 0)
+
+
 @functools.lru_cache(maxsize=64)
 def _warn_once(begin: str, form: str) -> None:
     logger.warning(
@@ -170,6 +216,8 @@ def _warn_once(begin: str, form: str) -> None:
     )
 
 
+# Of lists, objects and marks, in which calls may come whatever their form.
+_OPENINGS = ("{", "[", "<|", "<｜")  # noqa: RUF001
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from llm.base.command_line import add_logits_processors
+from llm.base.command_line import add_engine_flags, engine_arguments
 from llm.base.types import Commands, JsonObject
 from llm.errors import LLMError, ValidationError
 
@@ -46,31 +46,18 @@ def add_command(commands: Commands) -> None:
     command.set_defaults(run=_run)
     command.add_argument("model", nargs="?", help="model folder or hub name (default: the embedded model)")
     command.add_argument("--system", metavar="TEXT", default="", help="what the model is told first")
-    command.add_argument("--quantization", metavar="NAME", help="w8a8, w8a16, w4a8, w4a16: quantize while loading")
-    command.add_argument(
-        "--requantize", metavar="NAME", help="the same of a checkpoint that is quantized already, such as a GGUF file"
-    )
     command.add_argument("--temperature", metavar="T", type=float, help="0: always the likeliest token; up to 2")
     command.add_argument(
         "--max-tokens", metavar="N", type=int, help=f"most tokens of an answer (default: the model's, or {_MAX_TOKENS})"
     )
-    command.add_argument("--max-model-len", metavar="N", type=int, help="most tokens of the whole conversation")
-    command.add_argument("--seed", metavar="N", type=int, help="makes the answers reproducible")
-    add_logits_processors(command)
+    add_engine_flags(command)
 
 
 def _run(args: argparse.Namespace) -> int:
     from llm.llm import EMBEDDED_MODEL, LLM
 
-    with LLM(
-        EMBEDDED_MODEL if args.model is None else args.model,
-        quantization=args.quantization,
-        requantize=args.requantize,
-        max_model_len=args.max_model_len,
-        max_num_seqs=1,
-        seed=args.seed,
-        logits_processors=args.logits_processors,
-    ) as llm:
+    given = {"max_num_seqs": 1, "seed": None, **engine_arguments(args)}
+    with LLM(EMBEDDED_MODEL if args.model is None else args.model, **given) as llm:
         is_terminal = sys.stdin is not None and sys.stdin.isatty()
         if is_terminal:
             with contextlib.suppress(ImportError):  # Windows; editing and history of the lines come from it

@@ -21,6 +21,7 @@ import torch
 from embedded import ROOT, copy_model, open_llm, run
 
 from llm import SamplingParams, cli
+from llm.base.command_line import ENGINE_FLAGS
 from llm.cli import main
 
 PROMPT = "In the beginning"
@@ -109,13 +110,14 @@ OPTIONS: dict[str, tuple[list[str], Any]] = {
 }
 ENGINE_OPTIONS: dict[str, tuple[list[str], Any]] = {
     "model": (["--model", "folder"], "folder"),
-    "quantization": (["--quantization", "w8a8"], "w8a8"),
-    "max_model_len": (["--max-model-len", "99"], 99),
     "seed": (["--seed", "9"], 9),
-    "verbose": (["--verbose"], True),
     "logits_processors": (["--logits-processors", "a:B", "--logits_processors", "c:D", "e:F"], ["a:B", "c:D", "e:F"]),
-    "compilation_config": (["--compilation-config", "3"], "3"),
+    "compilation_config": (["--compilation-config", '{"mode": 3}'], {"mode": 3}),
 }
+_SAMPLES = {"int": (["99"], 99), "text": (["x"], "x"), "value": (["x"], "x"), "flag": ([], True)}
+for flag, (kind, _, _) in ENGINE_FLAGS.items():
+    if flag not in ENGINE_OPTIONS:
+        ENGINE_OPTIONS[flag] = [f"--{flag.replace('_', '-')}", *_SAMPLES[kind][0]], _SAMPLES[kind][1]
 
 
 class Opened(Exception):
@@ -145,7 +147,34 @@ def test_every_option_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, (arguments, value) in ENGINE_OPTIONS.items():
         assert opened_with(["generate", "x", *arguments], monkeypatch) == {**plain, name: value} != plain
     listed = {action.dest for action in next(p for p in parsers(cli._parser()) if "generate" in p.prog)._actions}
-    assert listed == {*OPTIONS, *ENGINE_OPTIONS, "help", "prompt", "chat", "custom_ops"}
+    assert {name.removeprefix("LLM.") for name in listed} == {
+        *(*OPTIONS, *ENGINE_OPTIONS, "help", "prompt", "chat", "custom_ops"),
+    }
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "x"], ["chat"], ["explain"], ["run", "IN", "OUT"], ["serve", "--port", "0"]]
+)
+def test_commands_take_the_same_arguments_of_llm(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those that are shown, those that are not, those that vLLM has besides, in both spellings."""
+    if command[0] == "run":
+        (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+        command = ["run", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]
+    plain = opened_with(command, monkeypatch)
+    given = ["--max_num_seqs", "5", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.5", "--block-size=32"]
+    given += ["--no-enable-chunked-prefill", "--enforce_eager", "--hf-overrides", '{"a": [1]}', "--dtype", "float32"]
+    expected = {"max_num_seqs": 5, "enable_prefix_caching": False, "gpu_memory_utilization": 0.5, "block_size": 32}
+    expected |= {"enable_chunked_prefill": False, "enforce_eager": True, "hf_overrides": {"a": [1]}, "dtype": "float32"}
+    assert opened_with([*command, *given], monkeypatch) == {**plain, **expected}
+
+
+def test_an_option_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["generate", "x"], ["doctor"], ["serve"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--max-modle-len", "3"])
+        assert "unrecognized arguments: --max-modle-len" in capsys.readouterr().err
 
 
 def test_the_options_of_explain_are_observed(monkeypatch: pytest.MonkeyPatch) -> None:

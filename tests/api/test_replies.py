@@ -25,8 +25,8 @@ from llm import (
 )
 from llm.jobs.requests import JobAdapters
 from llm.jobs.worker import PieceRows, RowWorker
-from llm.outputs import ToolCall
-from llm.text.replies import read_harmony
+from llm.outputs import CompletionOutput, ToolCall
+from llm.text.replies import ReplyReader, ToolChoice, read_harmony
 from llm.text.tool_calls import typed, types_of
 from llm.text.tool_forms import FORMS, form_of
 
@@ -283,6 +283,55 @@ def test_arguments_that_are_texts_have_the_types_of_the_tool(llm: LLM) -> None:
     stream = llm.stream_chat(ASK, params, chat_template=template, tools=tools)
     assert "".join(stream) == text and stream.output is not None
     assert vars(stream.output.outputs[0]) == vars(whole)
+
+
+CASES = [
+    (form, text) for form, text, *_ in test_calls_are_read_and_what_is_malformed_stays_in_the_text.pytestmark[0].args[1]
+]
+REPLIES = [
+    f"<think>\nRain?\n\nOr <sun>\n</think>\n\n I look. <tool_call>{CALL}</tool_call> Well. ",
+    f"I look.\n<tool_call>{CALL}</tool_call>",
+    " It rains [1], {so} far. ",
+    "<think>Rain",
+    f"<think>Rain? I look.\n<tool_call>{CALL}</tool_call>",
+    "<thin ice",
+    "",
+]
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(("form", "text"), [(None, ""), *((form, text) for form, text in CASES if len(text) < 2000)])
+def test_what_is_certain_of_a_part_of_a_reply_stays(form: str | None, text: str, thinks: bool, llm: LLM) -> None:
+    around = ("<think>", "</think>") if thinks else None
+    reader = ReplyReader(llm._preprocessor.tokenizer, frozenset(), form, None, around)  # type: ignore[arg-type]
+    choice = ToolChoice(functions={"weather": SCHEMA, "f": {}})
+    for reply in (*REPLIES, f"<think>Rain?</think>\n{text}", f"So. {text}", text):
+
+        def read(end: int, reason: str | None, reply: str = reply) -> tuple[str, str]:
+            own = CompletionOutput(0, reply[:end], [], finish_reason=reason, stop_reason="x")
+            reader.read([RequestOutput("0", "", [1], [own], finished=reason is not None)], choice)
+            return own.reasoning or "", own.content or ""
+
+        whole = read(len(reply), "stop")
+        for end in range(0, len(reply), 1 + len(reply) // 60):
+            for part, final in zip(read(end, None), whole, strict=True):
+                assert final.startswith(part), (reply[:end], part, final)
+
+
+def test_a_stream_tells_what_is_certain(llm: LLM) -> None:
+    """And the whole at the end, as `chat` reads it; what is no call is told as it comes."""
+
+    async def told(engine: AsyncLLM, text: str) -> list[Any]:
+        constraint = StructuredOutputsParams(choice=[text])
+        params = SamplingParams(max_tokens=300, temperature=0, structured_outputs=constraint)
+        return [output async for output in engine.chat(ASK, params, chat_template=QWEN, tools=TOOLS)]
+
+    with AsyncLLM(llm) as engine:
+        for text in REPLIES[:-1]:
+            *parts, last = asyncio.run(told(engine, text))
+            assert vars(last.outputs[0]) == vars(answer(llm, text))
+            shown = {(part.outputs[0].reasoning or "", part.outputs[0].content) for part in parts}
+            assert len(shown) > 3 or "<th" not in text or len(text) < 12
 
 
 def test_a_call_ends_reasoning_that_nothing_else_ended(llm: LLM) -> None:

@@ -12,6 +12,7 @@ import json
 import sys
 from time import perf_counter
 
+from llm.base.command_line import add_engine_flags, engine_arguments
 from llm.base.types import Commands
 from llm.tools.bench.workloads import RECIPES, SHAPES, BenchOptions, invalid
 
@@ -48,8 +49,7 @@ def add_command(commands: Commands) -> None:
         "--speculation", action="store_true", help="measure one stream with and without drafted tokens"
     )
     command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    command.add_argument("--dtype", metavar="TYPE", help="as in LLM(dtype=...)")
-    command.add_argument("--quantization", metavar="NAME", help="as in LLM(quantization=...)")
+    add_engine_flags(command)
     command.add_argument(
         "--option",
         action="append",
@@ -69,7 +69,7 @@ def add_command(commands: Commands) -> None:
 def read_options(args: argparse.Namespace) -> BenchOptions:
     """The options; raises `ValidationError` for a combination that cannot be measured."""
     engine = dict(map(_parse_option, args.option))
-    engine |= {name: getattr(args, name) for name in ("dtype", "quantization") if getattr(args, name) is not None}
+    engine |= engine_arguments(args)
     return BenchOptions(
         model=args.model,
         shape=args.shape,

@@ -1,0 +1,455 @@
+"""The endpoint: what OpenAI's own client gets is what `LLM` answers, bit for bit, and what is wrong is told by name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from adapter_files import write_adapter
+from bodies import CHAT, anything, body
+from documented_processors import DummyLogitsProcessor
+from embedded import assert_idle, copy_model, engine_of, open_llm, run
+from pydantic import BaseModel
+from starlette.testclient import TestClient
+from transformers import AutoModelForCausalLM
+
+import llm as package
+from llm import LLM, AsyncLLM, SamplingParams, ValidationError
+from llm.inputs import LoRARequest
+from llm.outputs import Counter, Gauge, Histogram
+from llm.tools.serve.app import Endpoint, Limits, metrics_text
+
+PROMPT = "In the beginning"
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12}
+ASK: list[Any] = [{"role": "user", "content": "Who was the king?"}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Jericho", "Ai"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+PARAMS = SamplingParams(temperature=0, max_tokens=12)
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = copy_model(tmp_path_factory.mktemp("model") / "float")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return write_adapter(model, tmp_path_factory.mktemp("adapter") / "odd", seed=3)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_llm(max_model_len=256, max_num_seqs=8, enable_lora=True, logits_processors=[DummyLogitsProcessor]) as own:
+        yield own
+        assert_idle(own)
+
+
+@pytest.fixture(scope="module")
+def url(llm: LLM, adapter: Path) -> Iterator[str]:
+    with package.serve(llm, port=0, lora_modules={"odd": adapter}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def opened(llm: LLM, **more: Any) -> Iterator[TestClient]:
+    """The application without a port."""
+    endpoint = Endpoint(AsyncLLM(llm), **{"names": ("tiny",), **more})
+    with TestClient(endpoint.app(), base_url="http://localhost", raise_server_exceptions=False) as found:
+        yield found
+    assert endpoint.num_running == 0
+
+
+@pytest.fixture(scope="module")
+def inside(llm: LLM) -> Iterator[TestClient]:
+    with opened(llm) as found:
+        yield found
+
+
+def error_of(response: httpx.Response) -> str:
+    found = response.json()["error"]
+    assert found.keys() == {"message", "type", "param", "code"} and found["message"][-1] in ".?"
+    return found["message"]
+
+
+def chat(llm: LLM, params: SamplingParams, **more: Any) -> Any:
+    return llm.chat(ASK, params, use_tqdm=False, **more)[0]
+
+
+def test_a_completion_is_the_librarys(client: openai.OpenAI, llm: LLM) -> None:
+    found = client.completions.create(prompt=[PROMPT, "And"], n=2, logprobs=2, seed=5, **{**GREEDY, "temperature": 0.9})
+    params = SamplingParams(n=2, logprobs=2, seed=5, temperature=0.9, max_tokens=12, top_p=0.9)
+    expected = [own for output in run(llm, [PROMPT, "And"], params) for own in output.outputs]
+    assert [choice.text for choice in found.choices] == [own.text for own in expected]
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3] and len({own.text for own in expected}) > 2
+    for choice, own in zip(found.choices, expected, strict=True):
+        assert choice.logprobs is not None and own.logprobs is not None
+        assert choice.logprobs.token_logprobs == [next(iter(each.values())).logprob for each in own.logprobs]
+    assert found.usage is not None and found.usage.completion_tokens == sum(len(own.token_ids) for own in expected)
+    (ids,) = (output.prompt_token_ids for output in run(llm, [PROMPT], params))
+    assert client.completions.create(prompt=ids, **GREEDY).choices[0].text == greedy(llm)
+
+
+def greedy(llm: LLM, **more: Any) -> str:
+    return llm.generate(PROMPT, PARAMS, use_tqdm=False, **more)[0].outputs[0].text
+
+
+def test_a_stream_is_the_whole(client: openai.OpenAI, llm: LLM) -> None:
+    given = {
+        **GREEDY,
+        "temperature": 0.9,
+        "seed": 3,
+        "prompt": [PROMPT, "And"],
+        "n": 2,
+        "logprobs": 1,
+        "stop": ["LORD"],
+    }
+    whole = client.completions.create(**given)
+    texts, scores, offsets, reasons = ([[] for _ in range(4)] for _ in range(4))  # type: ignore[var-annotated]
+    usage = None
+    for event in client.completions.create(**given, stream=True, stream_options={"include_usage": True}):
+        usage = event.usage or usage
+        for choice in event.choices:
+            texts[choice.index].append(choice.text)
+            scores[choice.index] += choice.logprobs.token_logprobs if choice.logprobs else []
+            offsets[choice.index] += choice.logprobs.text_offset if choice.logprobs else []
+            reasons[choice.index] += [choice.finish_reason] if choice.finish_reason else []
+    assert usage == whole.usage
+    for choice in whole.choices:
+        assert "".join(texts[choice.index]) == choice.text and reasons[choice.index] == [choice.finish_reason]
+        assert choice.logprobs is not None and scores[choice.index] == choice.logprobs.token_logprobs
+        assert offsets[choice.index] == choice.logprobs.text_offset
+    assert max(len(own) for own in texts) > 3
+
+
+def test_a_chat_is_the_librarys(client: openai.OpenAI, llm: LLM) -> None:
+    expected = chat(llm, SamplingParams(temperature=0, max_tokens=20, logprobs=2))
+    given: Any = {"model": "tiny", "messages": ASK, "temperature": 0, "max_completion_tokens": 20}
+    found = client.chat.completions.create(**given, logprobs=True, top_logprobs=2)
+    (choice,), own = found.choices, expected.outputs[0]
+    assert (choice.message.content, choice.finish_reason) == (own.text, own.finish_reason)
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert [each.logprob for each in choice.logprobs.content] == [
+        next(iter(at.values())).logprob for at in own.logprobs
+    ]
+    events = list(client.chat.completions.create(**given, logprobs=True, top_logprobs=2, stream=True))
+    deltas = [event.choices[0] for event in events]
+    assert deltas[0].delta.role == "assistant" and "".join(each.delta.content or "" for each in deltas) == own.text
+    assert [
+        score for each in deltas if each.logprobs for score in each.logprobs.content or []
+    ] == choice.logprobs.content
+    assert deltas[-1].finish_reason == own.finish_reason and len(deltas) > 4
+    long = client.chat.completions.create(model="tiny", messages=ASK, temperature=0, extra_body={"ignore_eos": True})
+    assert long.usage is not None and long.usage.total_tokens == 256, "as long as there is room for"
+
+
+def test_answers_are_parsed_and_functions_called(client: openai.OpenAI, llm: LLM) -> None:
+    class King(BaseModel):
+        name: str
+        years: int
+
+    parsed = client.chat.completions.parse(
+        model="tiny", messages=ASK, response_format=King, temperature=0, max_tokens=80
+    )
+    assert isinstance(parsed.choices[0].message.parsed, King)
+    given: Any = {"model": "tiny", "messages": ASK, "tools": [WEATHER], "temperature": 0, "tool_choice": "required"}
+    (call,) = client.chat.completions.create(**given).choices[0].message.tool_calls or []
+    assert call.type == "function" and call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Jericho", "Ai")
+    with client.chat.completions.stream(**given) as stream:
+        final = stream.get_final_completion()
+    (streamed,) = final.choices[0].message.tool_calls or []
+    assert streamed.function.arguments == call.function.arguments and final.choices[0].finish_reason == "tool_calls"
+
+
+def test_many_clients_at_once(url: str, llm: LLM) -> None:
+    expected = [output.outputs[0].text for output in run(llm, [f"{PROMPT} {i}" for i in range(24)], PARAMS)]
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as own:
+            calls = [own.completions.create(prompt=f"{PROMPT} {i}", **GREEDY) for i in range(24)]
+            return [found.choices[0].text for found in await asyncio.gather(*calls)]
+
+    assert asyncio.run(ask()) == expected
+
+
+def test_adapters_are_models(client: openai.OpenAI, llm: LLM, adapter: Path) -> None:
+    assert [model.id for model in client.models.list()][0::2] == ["tiny", "odd"]
+    found = client.completions.create(prompt=PROMPT, **{**GREEDY, "model": "odd"})
+    expected = greedy(llm, lora_request=LoRARequest("odd", 1, str(adapter)))
+    assert found.choices[0].text == expected != greedy(llm) and found.model == "odd"
+    with pytest.raises(openai.NotFoundError, match=r"model must be one of 'tiny'.*got 'gpt-5'"):
+        client.completions.create(prompt=PROMPT, **{**GREEDY, "model": "gpt-5"})
+
+
+def test_extra_arguments_reach_logits_processors(url: str, client: openai.OpenAI, tmp_path: Path, llm: LLM) -> None:
+    """The document's `curl`, its client, and rows of a batch."""
+    sent = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "vllm_xargs": {"target_token": 67}}
+    line = ["curl", "-s", f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", json.dumps(sent)]
+    texts = [json.loads(subprocess.run(line, capture_output=True, check=True).stdout)["choices"][0]["text"]]
+    for name in ("vllm_xargs", "extra_args"):
+        own = client.completions.create(prompt=PROMPT, **GREEDY, extra_body={name: {"target_token": 67}})
+        texts.append(own.choices[0].text[: len(texts[0])])
+    rows = [{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": sent}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    llm.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", use_tqdm=False)
+    texts.append(json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]["choices"][0]["text"])
+    assert set(texts) == {llm.get_tokenizer().decode([67]) * 4}
+    with pytest.raises(openai.BadRequestError, match="target_token value x is not int"):
+        client.completions.create(prompt=PROMPT, **GREEDY, extra_body={"vllm_xargs": {"target_token": "x"}})
+
+
+def test_a_client_that_goes_away_frees_its_row(url: str, llm: LLM) -> None:
+    """In the middle of a stream, and waiting for a whole answer."""
+    endless = {"model": "tiny", "prompt": PROMPT, "max_tokens": 230, "ignore_eos": True, "n": 4, "temperature": 1}
+    scheduler = engine_of(llm).scheduler
+    for streams in (True, False):
+        with (
+            httpx.Client(timeout=0.5) as own,
+            contextlib.suppress(httpx.TimeoutException),
+            own.stream(
+                "POST", f"{url}/v1/completions", json={**endless, "stream": streams, "max_tokens": 240}
+            ) as response,
+        ):
+            next(response.iter_lines())
+        ended = time.monotonic() + 20
+        while scheduler.has_unfinished() and time.monotonic() < ended:
+            time.sleep(0.01)
+        assert not scheduler.has_unfinished()
+    assert_idle(llm)
+
+
+def test_an_echo_has_the_prompts_logprobs(client: openai.OpenAI, llm: LLM) -> None:
+    """As lm-evaluation-harness asks for them."""
+    (scored,) = run(llm, PROMPT, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))
+    ids = scored.prompt_token_ids
+    own = [None, *(at[token].logprob for at, token in zip(scored.prompt_logprobs[1:], ids[1:], strict=True))]
+    for given, count in (({"max_tokens": 1}, 1), ({"max_tokens": 0}, 0)):
+        found = client.completions.create(prompt=[ids, ids], echo=True, logprobs=1, **{**GREEDY, **given})
+        for choice in found.choices:
+            logprobs: Any = choice.logprobs
+            assert logprobs.token_logprobs[: len(ids)] == own and len(logprobs.tokens) == len(ids) + count
+            assert all(len(each) == len(logprobs.tokens) for each in (logprobs.top_logprobs, logprobs.text_offset))
+            assert choice.text.startswith(PROMPT) and (len(choice.text) > len(PROMPT)) == bool(count)
+    text = client.completions.create(prompt=PROMPT, echo=True, **GREEDY).choices[0].text
+    assert text == PROMPT + greedy(llm)
+    events = client.completions.create(prompt=PROMPT, echo=True, stream=True, **GREEDY)
+    assert "".join(event.choices[0].text for event in events) == text
+
+
+def test_texts_and_tokens(inside: TestClient, llm: LLM) -> None:
+    ids = run(llm, PROMPT, PARAMS)[0].prompt_token_ids
+    assert inside.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"] == ids
+    plain = inside.post("/tokenize", json={"prompt": PROMPT, "add_special_tokens": False, "return_token_strs": True})
+    assert plain.json()["tokens"] == ids[1:] and len(plain.json()["token_strs"]) == plain.json()["count"]
+    assert inside.post("/tokenize", json={"messages": ASK}).json()["tokens"] == chat(llm, PARAMS).prompt_token_ids
+    assert inside.post("/detokenize", json={"tokens": ids[1:]}).json() == {"prompt": PROMPT}
+    for sent in ({"tokens": [10**6]}, {"tokens": [True]}, {"tokens": "x"}, {}):
+        assert "tokens must be a list of token ids" in error_of(inside.post("/detokenize", json=sent))
+
+
+WRONG: list[tuple[Any, int, str]] = [
+    ({"prompt": PROMPT, "temprature": 1}, 400, "no field 'temprature' here. Did you mean 'temperature'"),
+    ({"prompt": PROMPT, "temperature": 9}, 400, "temperature must be"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": [PROMPT, 5]}, 400, "prompt"),
+    ({"prompt": "the " * 400}, 400, "max_model_len is 256"),
+    ({"prompt": PROMPT, "n": 10**6}, 400, "may ask for 1032 answers at most"),
+    ({"prompt": PROMPT, "model": ["tiny"]}, 404, "model must be one of 'tiny', got"),
+    ({"prompt": PROMPT, "stream": "yes"}, 400, "stream must be True or False"),
+    ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, 400, "left out where stream is not true"),
+    ({"prompt": PROMPT, "stream": True, "stream_options": {"x": 1}}, 400, "stream_options must be"),
+    ({"prompt": PROMPT, "stream": True, "max_tokens": 0}, 400, "max_tokens must be"),
+    ({"prompt": PROMPT, "echo": 1}, 400, "echo must be True or False"),
+    ({"prompt": PROMPT, "priority": "high"}, 400, "priority must be"),
+    ([], 400, "must be a JSON object"),
+    (b"{", 400, "must be JSON"),
+    (b'{"prompt": "\xff"}', 400, "must be JSON"),
+    (b'{"prompt": NaN}', 400, "NaN is no JSON"),
+    (b"[" * 60_000, 400, "nested too deep"),
+    (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400, "must be JSON"),
+    (b'{"a": "' + b"x" * 70_000 + b'"}', 413, "at most 65536 bytes"),
+]
+
+
+@pytest.mark.parametrize(("sent", "status", "said"), WRONG, ids=range(len(WRONG)))
+def test_what_is_wrong_is_told(sent: Any, status: int, said: str, llm: LLM, client_of_limits: TestClient) -> None:
+    data = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
+    found = client_of_limits.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
+    assert found.status_code == status and said in error_of(found)
+
+
+@pytest.fixture(scope="module")
+def client_of_limits(llm: LLM) -> Iterator[TestClient]:
+    with opened(llm, limits=Limits(body_bytes=1 << 16)) as found:
+        yield found
+
+
+def test_other_routes_and_kinds(inside: TestClient) -> None:
+    assert inside.post("/v1/completions", content="{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert inside.get("/v1/completions").status_code == 405 and inside.get("/docs").status_code == 404
+    for path in ("/v1/embeddings", "/rerank", "/score", "/v1/classify"):
+        assert "this model generates text" in error_of(inside.post(path, json={"input": "x"}))
+    assert inside.get("/health").status_code == 200 and inside.get("/version").json()["version"] == package.__version__
+    lone = inside.post("/v1/completions", content=b'{"prompt": "\\ud83d", "max_tokens": 1}', headers=JSON)
+    assert lone.status_code in (200, 400)
+
+
+def test_only_who_has_a_key_and_means_this_host(llm: LLM) -> None:
+    with opened(llm, api_keys=("one", "zwei")) as own:
+        for given, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "Basic one"}, 401),
+        ):
+            found = own.get("/v1/models", headers=given)
+            assert found.status_code == status and "API key" in error_of(found)
+        assert own.get("/v1/models", headers={"Authorization": "Bearer zwei"}).status_code == 200
+        assert own.get("/health").status_code == 200 and own.get("/metrics").status_code == 401
+    with opened(llm, hosts=frozenset({"localhost", "127.0.0.1", "::1"})) as own:
+        assert own.get("/v1/models", headers={"Host": "evil.example:80"}).status_code == 421
+        for host in ("localhost", "127.0.0.1:8000", "[::1]:8000"):
+            assert own.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+def test_too_many_requests_are_told_to_come_back(llm: LLM) -> None:
+    """And a request that takes too long ends."""
+    endpoint = Endpoint(AsyncLLM(llm), ("tiny",), limits=Limits(waiting=0, seconds=0.15))
+    sent = {"prompt": PROMPT, "max_tokens": 250, "min_tokens": 250, "n": 8}
+
+    async def ask() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(endpoint.app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as own:
+            first = asyncio.ensure_future(own.post("/v1/completions", json=sent))
+            await asyncio.sleep(0.05)
+            return [await own.post("/v1/completions", json={**sent, "n": 1}), await first]
+
+    busy, late = asyncio.run(ask())
+    assert busy.status_code == 429 and busy.headers["retry-after"] == "1" and "try again" in error_of(busy)
+    assert late.status_code == 408 and "took longer" in error_of(late) and endpoint.num_running == 0
+    endpoint.engine.shutdown()
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_malformed_bodies_are_the_clients_mistakes(path: str, llm: LLM, inside: TestClient) -> None:
+    """`python tests/serve/malformed.py` sends 2,000."""
+    draw = random.Random(path)
+    own = CHAT if "chat" in path else {"prompt": "And", "max_tokens": 2}
+    statuses = [
+        posted(inside, path, body(draw, own) if draw.random() < 0.8 else anything(draw, own)) for _ in range(150)
+    ]
+    assert {200, 400} <= set(statuses) <= {200, 400, 404}, set(statuses)
+
+
+def posted(client: TestClient, path: str, sent: Any) -> int:
+    found = client.post(path, content=json.dumps(sent).encode(), headers=JSON)
+    if found.status_code >= 400:
+        said = error_of(found)
+        assert found.status_code < 500 and "this row raised" not in said, (sent, said)
+    return found.status_code
+
+
+def test_vectors_classes_and_scores(llm: LLM) -> None:
+    with open_llm(runner="pooling", convert="embed", max_model_len=64) as own, opened(own) as client:
+        api = openai.OpenAI(base_url="http://localhost/v1", api_key="x", http_client=client)
+        for kind in ("float", "base64"):
+            found = api.embeddings.create(model="tiny", input=["And", "the king"], encoding_format=kind)  # type: ignore[arg-type]
+            vectors = own.embed(["And", "the king"], use_tqdm=False).to_numpy()
+            if kind == "float":
+                assert [item.embedding for item in found.data] == vectors.tolist()
+        assert api.embeddings.create(model="tiny", input=[[5, 6], [7]]).usage.total_tokens == 3
+        texts = ["a king", "the sea", "And"]
+        scores = own.score("And", texts, use_tqdm=False).to_numpy(), own.rerank("And", texts, use_tqdm=False)
+        sent = {"text_1": "And", "text_2": texts}
+        assert [item["score"] for item in client.post("/score", json=sent).json()["data"]] == [
+            output.outputs.score for output in own.score("And", texts, use_tqdm=False)
+        ]
+        ranked = client.post("/rerank", json={"query": "And", "documents": texts, "top_n": 2}).json()["results"]
+        assert [(item["index"], item["relevance_score"]) for item in ranked] == [
+            (item.index, item.relevance_score) for item in scores[1][:2]
+        ]
+        for path, wrong in (("/rerank", {"query": 5}), ("/rerank", {"query": "x", "documents": []}), ("/score", {})):
+            assert client.post(path, json=wrong).status_code == 400
+        assert "no field 'x'" in error_of(client.post("/v1/embeddings", json={"input": "a", "x": 1}))
+        draw = random.Random(1)
+        statuses = {posted(client, "/v1/embeddings", body(draw, {"input": ["And", "the"]})) for _ in range(60)}
+        assert 400 in statuses <= {200, 400, 404}
+        assert "does not generate" in error_of(client.post("/v1/completions", json={"prompt": "a"}))
+
+
+def test_metrics_are_prometheus_text(inside: TestClient) -> None:
+    inside.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})
+    lines = inside.get("/metrics").text.splitlines()
+    sample = re.compile(r'[a-z0-9_:]+(_bucket|_sum|_count|_total)?\{([a-z_]+="[^"]*",?)+\} [-+0-9.e]+(inf)?')
+    assert all(line.startswith("# TYPE vllm:") or sample.fullmatch(line) for line in lines)
+    generated = next(line for line in lines if line.startswith("vllm:generation_tokens_total{"))
+    assert float(generated.rpartition(" ")[2]) >= 2
+    text = metrics_text([Gauge("a", {"m": 'x"\\'}, 1.5), Counter("b", {}, 2), Histogram("c", {}, 1, 2.0, {"+Inf": 1})])
+    assert 'a{m="x\\"\\\\"} 1.5\n' in text and "b_total{} 2\n" in text and 'c_bucket{le="+Inf"} 1\n' in text
+
+
+def test_addresses_and_ports(llm: LLM, url: str) -> None:
+    with (
+        pytest.raises(ValidationError, match="host must be an address of this machine alone"),
+        package.serve(llm, host="0.0.0.0"),
+    ):
+        pass
+    port = int(url.rpartition(":")[2])
+    with pytest.raises(ValidationError, match=f"127.0.0.1:{port} cannot be listened on"), package.serve(llm, port=port):
+        pass
+    with pytest.raises(ValidationError, match="with arguments of LLM"), package.serve(llm, port=0, max_num_seqs=3):
+        pass
+    with package.serve(llm, port=0, api_key="k", served_model_name=["a", "b"]) as own:
+        found = httpx.get(f"{own}/v1/models", headers={"Authorization": "Bearer k"}).json()
+        assert [item["id"] for item in found["data"]] == ["a", "b"]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{own}/health")
+    assert greedy(llm)
+
+
+def test_the_command_finishes_what_runs_when_it_is_told_to_end() -> None:
+    command = [sys.executable, "-m", "llm", "serve", "--port", "0", "--max-model-len", "512", "--max_num_seqs", "4"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        said = server.stderr.readline()
+        found = re.search(r"tiny is served at (http://127.0.0.1:\d+)/v1; Ctrl-C ends", said)
+        assert found is not None, said
+        sent = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{found[1]}/v1/completions", json=sent, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+        assert server.wait(60) == 0 and server.stderr.read() == "ended\n"
+    finally:
+        server.kill()
+        server.wait()
