@@ -31,6 +31,7 @@ import llm.layers
 import llm.models
 import llm.platforms
 from llm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, cli, plugins
+from llm.base.command_line import engine_arguments
 from llm.base.custom_op import CustomOp, PluggableLayer, op_registry, op_registry_oot, platform_replacements
 from llm.config import MultiModalConfig
 from llm.config.compilation import CompilationConfig
@@ -153,7 +154,7 @@ def test_000_command_line() -> None:
     on = []
     for line in text.splitlines():
         arguments = cli._parser().parse_args(["explain", *shlex.split(line)])
-        config = CompilationConfig.of(cli._compilation_config(arguments))
+        config = CompilationConfig.of(engine_arguments(arguments).get("compilation_config"))
         on.append([config.judge(op)[0] for op in ops])
     assert on == [[True] * 3, [False] * 3, [False, True, True], [True, True, False]]
 

@@ -54,7 +54,9 @@ class InterruptGuard:
             signal.signal(*self._previous.popitem())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and not self._ending:
+        # Raised while the guard leaves, it would leave this handler behind.
+        is_leaving = frame is not None and frame.f_code is InterruptGuard.__exit__.__code__
+        if self.requested and not self._ending and not is_leaving:
             self._ending = True
             raise KeyboardInterrupt
         self.requested = True

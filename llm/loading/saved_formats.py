@@ -358,8 +358,13 @@ class ModelSlimWriter:
             weight, weight_only = layer.weight, layer.scheme == "W4A16"
             grouped = layer.scheme != "W4A8_DYNAMIC" and not weight_only and weight.scale.shape[1] > 1
             offset = weight.zero is not None and not weight_only
-            others = (weight.minimum, weight.columns, weight.table)
-            if offset or grouped or any(part is not None for part in others):
+            others = {"minima": weight.minimum, "an order of columns": weight.columns, "a table of values": weight.table}
+            for what, part in others.items():
+                if part is not None:
+                    raise LLMError(
+                        f"{layer.name} has {what}, which ModelSlim has no form for; leave `format` out, or use 'gguf'."
+                    )
+            if offset or grouped:
                 raise LLMError(
                     f"{layer.name}: ModelSlim has no form for {layer.scheme} with groups or zero points; "
                     "quantization={'scheme': ..., 'symmetric': True} leaves zero points out."

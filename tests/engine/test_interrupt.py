@@ -226,10 +226,13 @@ def test_pressing_on_does_not_tear_the_cleanup_apart(llm: LLM, monkeypatch: pyte
 
 
 def engine_lines(frame: FrameType) -> bool:
-    """Whether a frame is the engine's own code: the lines where half of a change can be done."""
-    return "/llm/" in frame.f_code.co_filename and frame.f_globals.get("__name__", "").startswith(
-        ("llm.eng", "llm.llm", "llm.calls")
-    )
+    """Whether a frame is the engine's own code: the lines where half of a change can be done.
+
+    Not the guard's: its handler is what raises, and never in there; see the test of signals while it leaves.
+    """
+    name = frame.f_globals.get("__name__", "")
+    is_engine = name.startswith(("llm.eng", "llm.llm", "llm.calls")) and name != InterruptGuard.__module__
+    return "/llm/" in frame.f_code.co_filename and is_engine
 
 
 def interrupted_at_line(llm: LLM, line: int) -> int:
@@ -267,6 +270,26 @@ def test_an_interruption_anywhere_leaves_a_sound_engine(llm: LLM, expected: list
         assert interrupted_at_line(llm, line) == line
         assert_idle(llm)
         assert tokens(run(llm, ROWS, PARAMS)) == expected
+
+
+def test_signals_while_the_guard_leaves_do_not_leave_its_handler_behind() -> None:
+    lines = []
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code is not InterruptGuard.__exit__.__code__:
+            return None
+        if event == "line" and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            lines.append(frame.f_lineno)
+            for _ in range(2):
+                guard._handle(signal.SIGINT, frame)  # as Python calls it for a signal at this line
+        return trace
+
+    before = sys.gettrace()
+    with InterruptGuard() as guard:
+        sys.settrace(trace)
+    sys.settrace(before)
+    assert len(lines) >= 2 and guard.requested
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_interruption_while_a_row_moves_in_the_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def test_close_twice() -> None:
     ids=repr,
 )
 def test_what_says_that_memory_is_lacking_is_one_sentence(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (4096 if kind == resource.RLIMIT_AS else -1, -1))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (4096 if kind == resource.RLIMIT_AS else -1, -1))
     with pytest.raises(OutOfMemoryError) as raised, limits.told_of_memory("do it"):
         raise error
     said = str(raised.value)
@@ -171,7 +171,7 @@ def test_loading_within_a_limit_ends_with_a_sentence(more: int) -> None:
 
 
 def test_pytorch_that_cannot_be_mapped_is_told_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (3 << 20, -1))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (3 << 20, -1))
     error = ImportError("libtorch_cpu.so: failed to map segment from shared object")
     llm._tell_of_limit(error)  # PyTorch is here: it is another error
     monkeypatch.delitem(sys.modules, "torch")
