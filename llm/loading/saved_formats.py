@@ -358,7 +358,7 @@ class ModelSlimWriter:
             weight, weight_only = layer.weight, layer.scheme == "W4A16"
             grouped = layer.scheme != "W4A8_DYNAMIC" and not weight_only and weight.scale.shape[1] > 1
             offset = weight.zero is not None and not weight_only
-            others = {"minima": weight.minimum, "an order of columns": weight.columns, "a table of values": weight.table}
+            others = {"minima": weight.minimum, "an order of columns": weight.columns, "a table": weight.table}
             for what, part in others.items():
                 if part is not None:
                     raise LLMError(

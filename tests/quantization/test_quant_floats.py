@@ -377,7 +377,7 @@ def test_compressed_tensors_of_floats(case: str, floats: Callable[[str], Path], 
                 llm.save_quantized(tmp_path / "saved")
             return
         llm.save_quantized(tmp_path / "saved")
-        said = "a table of values, which ModelSlim has no form" if "fp4" in case else "which ModelSlim has no published"
+        said = "a table, which ModelSlim has no form" if "fp4" in case else "which ModelSlim has no published"
         with pytest.raises(LLMError, match=said):
             llm.save_quantized(tmp_path / "other", format="modelslim")
     assert close(answers(tmp_path / "saved"), expected)
