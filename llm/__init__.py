@@ -129,6 +129,7 @@ _PUBLIC = {
     "PluginError": "llm.errors",
     "LogitsProcessorError": "llm.errors",
     "SamplingError": "llm.errors",
+    "WorkerDiedError": "llm.errors",
     "EngineBusyError": "llm.errors",
     "ArgumentError": "llm.errors",
     "serve": "llm.tools.serve.server",

@@ -27,6 +27,7 @@ __all__ = [
     "TokenOutOfRangeError",
     "UnsupportedModelError",
     "ValidationError",
+    "WorkerDiedError",
 ]
 
 
@@ -116,6 +117,18 @@ class JobError(LLMError):
 
 class MissingPackageError(LLMError, ImportError):
     """A feature needs a package that is not installed; the message says how to install it."""
+
+
+class WorkerDiedError(LLMError, RuntimeError):
+    """A worker process has ended, or was ended because it hung; the message has its number and its last words.
+
+    Attributes:
+        number: of the worker.
+    """
+
+    def __init__(self, message: str, number: int = 0):
+        super().__init__(message)
+        self.number = number
 
 
 class SamplingError(LLMError):

@@ -42,6 +42,7 @@ FLOORS = {
     "llm.sampling": 6,
     "llm.text": 6,
     "llm.engine": 7,
+    "llm.workers": 7,
     "llm.runner": 8,
     "llm.explain": 7,
     "llm.llm": 8,
@@ -79,6 +80,11 @@ ALLOWED = {
         "text/chat_template.py",
         "subprocess",
     ): "chat templates that are more than plain; an interpreter of its own, isolated",
+    ("workers/process.py", "subprocess"): "workers of `data_parallel_size`, an interpreter each",
+    **{
+        (f"workers/{name}.py", "socket"): "the socket pair between a worker and its program; nothing listens"
+        for name in ("process", "connection", "served")
+    },
     ("tools/serve/server.py", "socket"): "the port of `serve`; nothing else listens, and nothing imports it",
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
+import math
 import os
 
 from llm.errors import ValidationError
@@ -19,6 +20,7 @@ VARIABLES: dict[str, str] = {
     "LLM_PLUGINS": "plugins that may be loaded, names separated by commas; unset: all that are installed, empty: none",
     "LLM_PLUGIN_ERRORS": "raise (default): a plugin that fails is an error; warn: it is left out, with a warning",
     "LLM_OFFLOAD_FOLDER": "where weights are kept that memory has no room for (default: ~/.cache/offline-llm/weights)",
+    "LLM_WORKER_TIMEOUT": "seconds that a worker process may compute nothing in the middle of its work (default: 300)",
     "HF_HUB_OFFLINE": "1: never touch the network, resolve hub names from the local cache only",
 }
 
@@ -41,6 +43,7 @@ def check_values() -> None:
     """Raise `ValidationError` for a malformed value of a variable that is read only later, or by huggingface_hub. Who
     reads one of the others always checks it."""
     get_bool("HF_HUB_OFFLINE")
+    get_seconds("LLM_WORKER_TIMEOUT", 1.0)
     get_choice("LLM_LOG_LEVEL", LOG_LEVELS, "INFO")
     get_choice("LLM_PLUGIN_ERRORS", PLUGIN_ERRORS, "RAISE")
     folder = get("LLM_OFFLOAD_FOLDER")
@@ -96,6 +99,18 @@ def get_bool(name: str) -> bool:
     if raw in {"0", "false", "no", "off"}:
         return False
     raise ValidationError(f"{name}={raw!r} is not a yes or no; use 1 or 0.", parameter=name, value=raw)
+
+
+def get_seconds(name: str, default: float) -> float:
+    """Return a variable that is a number above 0; anything else raises `ValidationError`."""
+    raw = get(name)
+    try:
+        seconds = default if raw is None else float(raw)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
+        raise ValidationError(f"{name}={raw!r} is not a number of seconds above 0.", parameter=name, value=raw)
+    return seconds
 
 
 def get_choice(name: str, choices: tuple[str, ...], default: str) -> str:

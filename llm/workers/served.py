@@ -1,0 +1,70 @@
+"""The worker's side: its role, and the thread that says that it computes and ends it with who started it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from llm.workers.connection import BEAT, Connection
+from llm.workers.messages import Message, Schema
+from llm.workers.process import FAILED
+
+_BEAT_SECONDS = 1.0
+# Processor time between two beats from which on the worker counts as computing; the thread that beats takes less.
+_COMPUTES = 0.005
+# That a role has for its clean-up after the program has gone.
+_END_SECONDS = 2.0
+
+
+class ServedConnection(Connection):
+    """The connection of a worker, which beats while the role is not waiting for a message.
+
+    A role that waits for something else, computing nothing, is silent, and is taken for hung after a while.
+    """
+
+    def __init__(self, end: socket.socket, schema: Schema) -> None:
+        super().__init__(end, schema)
+        self._waits = False
+        threading.Thread(target=self._watch, name="beats", daemon=True).start()
+
+    def receive(self, seconds: float | None = None) -> Message | None:
+        self._waits = True
+        try:
+            return super().receive(seconds)
+        finally:
+            self._waits = False
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self.fileno(), getattr(select, "POLLRDHUP", 0))
+        computed = time.process_time()
+        while not poll.poll(_BEAT_SECONDS * 1000):
+            now = time.process_time()
+            if not self._waits and now - computed > _COMPUTES:
+                try:
+                    self.send(BEAT)
+                except EOFError:
+                    break
+            computed = now
+        time.sleep(_END_SECONDS)
+        os._exit(1)  # the role is in the middle of something that nobody waits for any more
+
+
+def serve_role(descriptor: int, role: str, number: int) -> None:
+    """Run a role until the program that started this one closes its end, or the role fails."""
+    module = importlib.import_module(role)
+    serve: Callable[[Connection, int], None] = module.serve
+    connection = ServedConnection(socket.socket(fileno=descriptor), module.SCHEMA)
+    try:
+        serve(connection, number)
+    except EOFError:
+        return  # the program is gone, or has closed its end
+    except BaseException:
+        connection.send(FAILED, traceback.format_exc())
+        raise SystemExit(1) from None
