@@ -111,6 +111,10 @@ class StepSize(NamedTuple):
     bound_to: Hashable = None
 
 
+class NotRecordable(Exception):
+    """A computation cannot be recorded; the message says why."""
+
+
 class Recording(Protocol):
     """A recorded computation.
 
@@ -228,6 +232,7 @@ class Backend:
         variant: which of several builds this is, e.g. an instruction set; "": there is one.
         ops: all operations.
         records: True if `record` is supported.
+        most_recordings: of decode steps, to keep; the least recently used is dropped first.
         records_kernels_only: what others compute than this backend's kernels would be left out of a recording without
             notice, so steps are recorded only where nothing else computes (`EngineConfig.invariant`).
         rounds_bf16_inputs: GEMMs with bfloat16 weights are faster on activations rounded to bfloat16; activations are
@@ -239,6 +244,7 @@ class Backend:
     name: ClassVar[str] = ""
     variant: str = ""
     records: bool = False
+    most_recordings: int = 8
     records_kernels_only: bool = True
     rounds_bf16_inputs: bool = False
     offloads: bool = False
@@ -381,6 +387,9 @@ class Backend:
             size: of the step; None: it is always replayed as it is.
             fill: puts the first n tokens of the step into the inputs again, and padding behind them. A backend that
                 has to compute before it can record does so after `fill(0)`.
+
+        Raises:
+            NotRecordable: nothing that is kept was changed; the caller computes the step. No other is tried.
         """
         raise NotImplementedError(f"the {self.name} backend records nothing")
 

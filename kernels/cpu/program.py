@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from llm.kernels.backend import NotRecordable
 from llm.kernels.cpu.elementwise import substitute
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.memory import Pool
@@ -52,10 +53,6 @@ _CONSTANTS = {
     torch.ops.aten.new_ones.default: 1,
     torch.ops.aten.ones_like.default: 1,
 }
-
-
-class NotRecordable(Exception):
-    """A computation cannot be recorded; the message says why."""
 
 
 class Call(ctypes.Structure):

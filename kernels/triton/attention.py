@@ -33,8 +33,9 @@ from llm.kernels.triton.launch import Target, launch, power_of_two, target_of
 
 # Positions of a segment: short enough that one row of a long context keeps a GPU busy.
 SEGMENT = 256
-# With more lines in a row a program takes all segments of its lines.
+# With more lines in a row, or so many programs in all, a program takes all segments of its lines.
 _FEW_LINES = 64
+_MANY_PROGRAMS = 1024
 
 
 @triton.jit
@@ -157,13 +158,14 @@ def _finish(most, total, out, sinks, heads):
 
 
 @triton.jit
-def attend(q, q_rope, keys, values, out, parts, maxima, totals, block_table, starts, lengths, sinks, slopes, static,
-           scale, soft_cap, window, chunk, block_size, q_n, q_h, rope_n, rope_h, keys_h, keys_s, values_h, values_s,
+def attend(q, q_rope, keys, values, out, parts, maxima, totals, ends, block_table, starts, lengths, sinks, slopes,
+           static, scale, soft_cap, window, chunk, block_size, q_n, q_h, rope_n, rope_h, keys_h, keys_s, values_h, values_s,
            table_r, heads, lines_in_all, static_part, static_h, GROUP: tl.constexpr, SIZE: tl.constexpr,
            VALUE_SIZE: tl.constexpr, ROPE: tl.constexpr, LANES: tl.constexpr, VALUE_LANES: tl.constexpr,
            ROPE_LANES: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr,
            SPLIT: tl.constexpr, SEGMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Lines of one batch row that share keys. SPLIT: one segment, whose results are stored by themselves."""
+    """Lines of one batch row that share keys. SPLIT: one segment, whose results are stored by themselves; `ends` gets how
+    many segments each token has."""
     row = tl.program_id(1)
     kv = tl.program_id(2) if not SPLIT else tl.program_id(2) % (heads // GROUP)
     start = tl.load(starts + row)
@@ -174,6 +176,12 @@ def attend(q, q_rope, keys, values, out, parts, maxima, totals, block_table, sta
         return
     is_line = line < count * GROUP
     token = line // GROUP
+    if SPLIT:
+        segment_id = tl.program_id(2) // (heads // GROUP)
+        if segment_id * SEGMENT >= length:
+            return
+        if tl.program_id(2) == 0:
+            tl.store(ends + start + token, tl.cdiv(length, SEGMENT) + 0 * token, mask=is_line)
     head = kv * GROUP + line % GROUP
     position = length - count + token
     nearest = length - count + (tl.program_id(0) * BM) // GROUP
@@ -224,7 +232,6 @@ def attend(q, q_rope, keys, values, out, parts, maxima, totals, block_table, sta
     begin = first // SEGMENT
     end = tl.cdiv(last, SEGMENT)
     if SPLIT:
-        segment_id = tl.program_id(2) // (heads // GROUP)
         begin = tl.maximum(begin, segment_id)
         end = tl.minimum(end, segment_id + 1)
     for segment in range(begin, end):
@@ -286,8 +293,8 @@ def attend(q, q_rope, keys, values, out, parts, maxima, totals, block_table, sta
         tl.store(to, rounded(result, out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["segments", "lines_in_all"])
-def merge_segments(parts, maxima, totals, out, sinks, segments, lines_in_all, heads, VALUE_SIZE: tl.constexpr,
+@triton.jit(do_not_specialize=["lines_in_all"])
+def merge_segments(parts, maxima, totals, ends, out, sinks, lines_in_all, heads, VALUE_SIZE: tl.constexpr,
                    VALUE_LANES: tl.constexpr):  # fmt: skip
     """What the segments of one line give, merged in order."""
     line = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
@@ -296,7 +303,7 @@ def merge_segments(parts, maxima, totals, out, sinks, segments, lines_in_all, he
     most = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     result = tl.zeros((1, VALUE_LANES), tl.float32)
-    for segment in range(segments):
+    for segment in range(tl.load(ends + tl.program_id(0) // heads)):
         at = line + segment * lines_in_all.to(tl.int64)
         own = tl.load(parts + at[:, None] * VALUE_SIZE + lanes[None, :], mask=inside, other=0.0)
         most, total, result = _merge(most, total, result, tl.load(maxima + at), tl.load(totals + at), own)
@@ -414,17 +421,19 @@ def _attention(
     if tile is None or max(keys.stride(0), values.stride(0)) >= 2**31:
         return None
     segments = -(-metadata.block_table.shape[1] * metadata.block_size // SEGMENT)
-    split = segments > 1 and lines <= _FEW_LINES
+    programs = rows * keys.shape[0] * -(-lines // tile["BM"])
+    split = segments > 1 and lines <= _FEW_LINES and programs < _MANY_PROGRAMS
     out = torch.empty(tokens, heads, width, dtype=query.dtype, device=query.device)
-    parts = maxima = totals = None
+    parts = maxima = totals = ends = None
     if split:
         parts = torch.empty(segments, tokens * heads, width, dtype=torch.float32, device=query.device)
         maxima, totals = torch.empty(2, segments, tokens * heads, dtype=torch.float32, device=query.device)
+        ends = torch.empty(tokens, dtype=torch.int32, device=query.device)
     grid = (-(-lines // tile["BM"]), rows, keys.shape[0] * (segments if split else 1))
     static_strides = (0, 0) if static is None else static.stride()[:2]
     rope_size, rope_strides = (0, (0, 0)) if rope is None else (rope.shape[2], rope.stride()[:2])
     launch(
-        attend, grid, query, rope, keys, values, out, parts, maxima, totals, metadata.block_table,
+        attend, grid, query, rope, keys, values, out, parts, maxima, totals, ends, metadata.block_table,
         metadata.query_start_loc, metadata.seq_lens, sinks, slopes, static, float(scale), float(soft_cap or 0.0),
         window, chunk, metadata.block_size, *query.stride()[:2], *rope_strides, *keys.stride()[:2],
         *values.stride()[:2], metadata.block_table.stride(0), heads, tokens * heads, *static_strides,
@@ -434,7 +443,7 @@ def _attention(
     )  # fmt: skip
     if split:
         launch(
-            merge_segments, (tokens * heads,), parts, maxima, totals, out, sinks, segments, tokens * heads, heads,
+            merge_segments, (tokens * heads,), parts, maxima, totals, ends, out, sinks, tokens * heads, heads,
             VALUE_SIZE=width, VALUE_LANES=power_of_two(width), device=query.device, num_warps=1 if width <= 128 else 4,
         )  # fmt: skip
     return out

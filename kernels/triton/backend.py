@@ -1,6 +1,6 @@
 """The Triton kernels as a backend, for platforms of GPUs; PyTorch's operations where Triton is not installed.
 
-Owns the table of kernels, what holds of PyTorch's operations beside them, and steps recorded as graphs.
+Owns the table of kernels, what holds of PyTorch's operations beside them, and decode steps recorded as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from llm.kernels.backend import CPU, OPERATIONS, Backend, Operation
+from llm.kernels.backend import CPU, OPERATIONS, Backend, NotRecordable, Operation, StepSize
 from llm.kernels.reference.backend import pytorch
 from llm.platforms.interface import Platform
 
@@ -38,6 +40,29 @@ _PLACEWISE = {
 }
 
 
+# Batch rows of the decode steps that are recorded; a step is padded to the next.
+_GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
+# Tokens of such a step, drafts included. The larger a step, the less there is between its kernels.
+_MOST_GRAPH_TOKENS = 512
+
+
+class Graph:
+    """Everything that a computation does on the device, as one CUDA graph. See `Recording`.
+
+    What it computes in between is in memory that all graphs of a backend share: they are replayed one after the other.
+    """
+
+    refusal = ""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, results: Sequence[torch.Tensor]) -> None:
+        self._graph = graph
+        self.results = results
+
+    def run(self, tokens: int = 0) -> Sequence[torch.Tensor]:
+        self._graph.replay()
+        return [item[:tokens] for item in self.results] if tokens else self.results
+
+
 class TritonBackend(Backend):
     """The kernels of this folder.
 
@@ -48,6 +73,14 @@ class TritonBackend(Backend):
     name = "triton"
     disagrees: Mapping[str, str] = MappingProxyType({})
     records_kernels_only = False  # a graph has whatever runs on the device
+    most_recordings = 64
+
+    def __init__(
+        self, kernels: Mapping[str, Operation], reason: str, device: torch.device = CPU, pins: bool = False
+    ) -> None:
+        super().__init__(kernels, reason, device, pins)
+        self.records = device.type == "cuda"
+        self._pool: Any = None
 
     @classmethod
     def of(cls, platform: Platform) -> Backend:
@@ -57,6 +90,43 @@ class TritonBackend(Backend):
             missing = "Triton is not installed: pip install 'offline-llm[gpu]' for the kernels of GPUs"
             return pytorch(missing, platform.device, pins)
         return _triton_backend(platform.device, pins)
+
+    def step_sizes(self, tokens: int, rows: int, tokens_per_row: int) -> Sequence[tuple[StepSize, int | None]]:
+        at = bisect_left(_GRAPH_ROWS, rows)
+        if not tokens_per_row or at == len(_GRAPH_ROWS):
+            return ()
+        size = StepSize(_GRAPH_ROWS[at] * tokens_per_row, _GRAPH_ROWS[at], tokens_per_row)
+        return [(size, 1)] if size.tokens <= _MOST_GRAPH_TOKENS else ()
+
+    def record(
+        self,
+        compute: Callable[[int], Sequence[torch.Tensor]],
+        tokens: int = 0,
+        size: StepSize | None = None,
+        fill: Callable[[int], None] | None = None,
+    ) -> Graph:
+        if fill is not None:
+            fill(0)
+        compute(tokens)  # compiles what has not been: nothing may be while a graph is captured
+        if fill is not None:
+            fill(tokens)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        try:
+            # Other threads may go on asking for page-locked memory.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                results = compute(tokens)
+        except RuntimeError as error:  # it waits for the device, to read a number; nothing has been computed
+            torch.cuda.synchronize(self.device)
+            raise NotRecordable(f"a step cannot be captured: {str(error).splitlines()[0]}") from error
+        recorded = Graph(graph, results)
+        recorded.run()
+        return recorded
+
+    def clear(self) -> None:
+        self._pool = None
 
     @property
     def invariant(self) -> tuple[bool, str]:

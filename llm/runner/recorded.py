@@ -19,12 +19,10 @@ import torch
 
 from llm.base.watch import Watch
 from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
-from llm.kernels.backend import Backend, Recording, StepSize
+from llm.kernels.backend import Backend, NotRecordable, Recording, StepSize
 
 Metadata = AttentionMetadata | RecurrentMetadata
 
-# Recordings with `tokens_per_row` to keep; the least recently used is dropped first.
-_MAX_STEPS = 8
 _MAX_SEEN = 64
 # Logits of a step in bytes, for its LM head to be recorded. With more of them Python's share of a step is small.
 _MOST_LOGITS_BYTES = 4 << 20
@@ -128,7 +126,11 @@ class RecordedSteps:
                 logits = compute_logits(recorded)
                 return logits, *self._backend.ops.argmax(logits)
 
-            step.head = self._backend.record(compute, len(recorded))
+            try:
+                step.head = self._backend.record(compute, len(recorded))
+            except NotRecordable:
+                self._compute_logits = None
+                return None
         found = None if step.head.refusal else step.head.run(len(hidden))
         return None if found is None else Scores(*found)
 
@@ -147,7 +149,8 @@ class RecordedSteps:
 
     def _record(self, key: _Key, batch: ForwardBatch) -> torch.Tensor | None:
         size, tokens = key[0], len(batch.input_ids)
-        inputs = StepInputs(batch, size, self._max_blocks)
+        # A recording of whatever computes would keep the lengths that a computation read on the host.
+        inputs = StepInputs(batch, size, self._max_blocks, hides_lengths=not self._backend.records_kernels_only)
         inputs.fill(batch, tokens)
 
         def compute(tokens: int) -> Sequence[torch.Tensor]:
@@ -157,6 +160,9 @@ class RecordedSteps:
 
         try:
             recording = self._backend.record(compute, tokens, size, lambda tokens: inputs.fill(batch, tokens))
+        except NotRecordable as reason:
+            self.refusal = str(reason)
+            return None
         except (IndexError, RuntimeError, ValueError) as error:
             # The caller computes the step, which raises again; but states that have changed must not change twice.
             if size.tokens_per_row or any(isinstance(item, RecurrentMetadata) for item in batch.metadata):
@@ -170,7 +176,7 @@ class RecordedSteps:
         elif not size.tokens_per_row:
             self._any_size[key] = _Step(recording, inputs)
         else:
-            if len(self._steps) == _MAX_STEPS:
+            if len(self._steps) == self._backend.most_recordings:
                 del self._steps[next(iter(self._steps))]
             self._steps[key] = _Step(recording, inputs)
         # Recorded or not, it has been computed, and recurrent states have changed.
@@ -206,11 +212,11 @@ class StepInputs:
     """The tensors that a recorded step of this size reads; layers of a group share their metadata.
 
     What a step has less than the size is padding: token 0, in block 0 and slot 0. Lists of lengths stay those of the
-    step that was recorded: what is recorded must read the tensors.
+    step that was recorded: what is recorded must read the tensors. `hides_lengths`: it cannot read the lists.
     """
 
-    def __init__(self, batch: ForwardBatch, size: StepSize, max_blocks: int) -> None:
-        self._size = size
+    def __init__(self, batch: ForwardBatch, size: StepSize, max_blocks: int, hides_lengths: bool = False) -> None:
+        self._size, self._hides_lengths = size, hides_lengths
         self._groups: list[int] = []  # per state, the index of its metadata
         self._first_layers: list[int] = []  # per metadata, the first state of its group
         self._metadata: list[Metadata] = []
@@ -284,6 +290,8 @@ class StepInputs:
         if tokens_per_row or isinstance(own, RecurrentMetadata):
             own.query_lens_list = _padded(metadata.query_lens_list, rows, tokens_per_row)
             own.seq_lens_list = _padded(metadata.seq_lens_list, rows, tokens_per_row)
+        if self._hides_lengths:
+            own.seq_lens_list = _HiddenLengths()
         own.seq_lens = metadata.seq_lens.new_full((rows,), tokens_per_row)
         own.query_start_loc = metadata.query_start_loc.new_zeros(rows + 1)
         if tokens_per_row:
@@ -296,7 +304,17 @@ class StepInputs:
             own.slots = own.slots.new_zeros(rows)
             own.stored = None if own.stored is None else own.stored.new_full((rows,), tokens_per_row)
             own.calls = []
+            own.host = None  # the numbers of this step, where the tensors are on a device
         return own
+
+
+class _HiddenLengths(list[int]):
+    """Lengths of rows that a recorded step must not read: they are other ones when it is replayed."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise NotRecordable("an operation of this model reads the lengths of rows on the host")
+
+    __getitem__ = __iter__ = __len__ = _refuse
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, count: int, fewer: bool, padding: int = 0) -> None:

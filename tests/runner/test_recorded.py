@@ -18,8 +18,8 @@ from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.base import watch
-from llm.kernels.backend import OPERATIONS, Backend, Recording, StepSize
-from llm.kernels.cpu.program import NotRecordable, record
+from llm.kernels.backend import OPERATIONS, Backend, NotRecordable, Recording, StepSize
+from llm.kernels.cpu.program import record
 from llm.layers.attention import PagedAttention
 from llm.layers.linear import LinearBase
 from llm.layers.norm import RMSNorm
@@ -142,9 +142,9 @@ def test_memory_of_what_was_let_go_is_used_again(llm: LLM) -> None:
 
 
 def test_no_more_than_a_few_steps_are_kept(llm: LLM) -> None:
-    for rows in range(1, replay._MAX_STEPS + 4):
+    for rows in range(1, Backend.most_recordings + 4):
         answers(llm, [[rows, index] for index in range(rows)], params(5))
-    assert len(replays(llm)._steps) == replay._MAX_STEPS
+    assert len(replays(llm)._steps) == Backend.most_recordings
 
 
 def test_what_a_repeated_kernel_refuses_is_an_error(llm: LLM) -> None:
@@ -541,6 +541,25 @@ def test_padded_steps_with_drafts(llm: LLM) -> None:
     with graphs(llm) as backend, drafting(llm, FakeProposer("right", recorder.answers, vocab, most=3)):
         assert answers(llm, prompts, wanted) == expected
         assert StepSize(16, 4, 4) in backend.sizes
+
+
+def test_steps_that_cannot_be_recorded_are_computed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = eagerly(llm, PROMPTS, WANTED)
+    with graphs(llm) as backend, monkeypatch.context() as patch:
+        record = backend.record
+
+        def heads_refused(*args: Any) -> Recording:
+            if len(args) == 2:
+                raise NotRecordable("a head")
+            return record(*args)
+
+        patch.setattr(backend, "record", heads_refused)
+        assert answers(llm, PROMPTS, WANTED) == expected and replays(llm)._steps
+        assert all(step.head is None for step in replays(llm)._steps.values())
+    with graphs(llm) as backend, monkeypatch.context() as patch:
+        patch.setattr(replay.StepInputs, "batch", lambda self, batch, tokens: list(self._metadata[0].seq_lens_list))
+        assert answers(llm, PROMPTS, WANTED) == expected
+        assert replays(llm).refusal == "an operation of this model reads the lengths of rows on the host"
 
 
 def test_padding_that_is_left_out_is_seen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ from tiny_models import VOCAB, tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.forward import ForwardBatch, RecurrentMetadata
+from llm.kernels.backend import NotRecordable
 from llm.kernels.cpu.backend import MOST_TOKENS
-from llm.kernels.cpu.program import AnySize, NotRecordable, record
+from llm.kernels.cpu.program import AnySize, record
 from llm.runner.recorded import RecordedSteps
 
 pytestmark = [needs_compiler, pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")]
