@@ -11,7 +11,7 @@ from torch import nn
 from llm.base.custom_op import CustomOp, PluggableLayer
 from llm.base.watch import Patchable
 from llm.forward import ForwardBatch, RecurrentMetadata, RecurrentSpec
-from llm.kernels.reference.scan import NO_LIMIT
+from llm.kernels.reference.recurrent import NO_LIMIT
 from llm.kernels.select import backend_of_construction
 from llm.layers.linear import (
     ColumnFactors,

@@ -19,7 +19,7 @@ from torch import nn
 from llm.base.checks import as_list
 from llm.base.text import show
 from llm.errors import CheckpointError, ValidationError, nearest
-from llm.kernels.reference.quantize_forms import GROUP, HAVE_MINIMA, HAVE_ZEROS, SUPER_BLOCK, Parts
+from llm.kernels.reference.quantize_weight import GROUP, HAVE_MINIMA, HAVE_ZEROS, SUPER_BLOCK, Parts
 from llm.kernels.reference.rotation import block_for
 from llm.kernels.select import backend_of_construction
 from llm.quantization.base import QuantizationConfig, QuantizeMethodBase

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.reference.quantize_forms import NF4
+from llm.kernels.reference.quantize_weight import NF4
 
 INT4_MIN, INT4_MAX = -8, 7
 

@@ -26,17 +26,18 @@ import torch
 
 from llm.base.library_settings import library_defaults
 from llm.kernels.backend import Operation
-from llm.kernels.reference import quantize_forms as reference_forms
 from llm.kernels.reference import quantize_weight as reference
 from llm.kernels.reference.linear import pack
-from llm.kernels.reference.quantize_forms import (
+from llm.kernels.reference.quantize_weight import (
+    CLIP_SHARES,
     code_limits,
+    largest_of,
     level_of,
     place_of,
+    quantize_groups,
     row_scale,
     shift_of,
 )
-from llm.kernels.reference.quantize_weight import CLIP_SHARES, largest_of, quantize_groups
 from llm.kernels.reference.rotation import rotate
 from llm.kernels.weight import eight_bits
 
@@ -247,8 +248,8 @@ def quantize_weight_as(
     form: str,
     group_size: int,
     *,
-    kernel: Operation = reference_forms.quantize_weight_as,
-    out: reference_forms.Parts | None = None,
+    kernel: Operation = reference.quantize_weight_as,
+    out: reference.Parts | None = None,
     rotation: int = 0,
 ) -> Quantized:
     """A weight in one of the other forms; as the operation `quantize_weight_as`, which `kernel` computes.

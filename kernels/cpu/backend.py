@@ -13,8 +13,8 @@ import torch
 from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from llm.kernels.backend import OPERATIONS, Backend, NotRecordable, Operation, StepSize
 from llm.kernels.cpu import build
-from llm.kernels.cpu.arriving import RowPanels, arriving_rows
 from llm.kernels.cpu.library import Library, choose_target, load_library, requested_isa
+from llm.kernels.cpu.packed import RowPanels, arriving_rows
 from llm.kernels.cpu.program import AnySize, Recorded, record
 from llm.kernels.reference.backend import pytorch
 from llm.platforms.interface import Platform

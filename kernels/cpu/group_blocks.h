@@ -1,5 +1,5 @@
 // GGUF's Q4_K for sixteen groups side by side, which are two of its blocks: see `quantize_q4_k` of
-// kernels/reference/quantize_forms.py.
+// kernels/reference/quantize_weight.py.
 #pragma once
 
 #include <initializer_list>

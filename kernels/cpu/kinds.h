@@ -11,7 +11,7 @@ enum class Kind : int64_t { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, FLOAT8 };
 LLM_NAMED(Kind)
 
 // What quantize_weight.cpp quantizes a weight to: two ways to integers, then FORMS of
-// kernels/reference/quantize_forms.py.
+// kernels/reference/quantize_weight.py.
 enum class WeightForm : int64_t { ROUNDED, SEARCHED, FLOAT8, MXFP4, NF4, Q8_0, Q4_0, Q4_K, ASYMMETRIC, TWO_LEVELS };
 LLM_NAMED(WeightForm)
 

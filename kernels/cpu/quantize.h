@@ -1,6 +1,6 @@
 // Quantizes activations to int8: dynamically, by each row's largest magnitude, or by a given scale and offset.
 //
-// The formulas and roundings of kernels/reference/quantized.py: x / scale is a true division, rounded half to even. NaN
+// The formulas and roundings of kernels/reference/linear.py: x / scale is a true division, rounded half to even. NaN
 // becomes 0, and the row's factor becomes NaN.
 #pragma once
 

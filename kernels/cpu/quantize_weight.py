@@ -1,7 +1,4 @@
-"""Quantizing a float weight in C++, while it is loaded; `kernels/reference/quantize_weight.py` defines it.
-
-Owns the one kernel of all forms, which `quantize_forms.py` calls too.
-"""
+"""Quantizing a float weight in C++, while it is loaded; `kernels/reference/quantize_weight.py` defines it."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from llm.kernels.cpu.packed import LANES
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import KINDS, pointer
 from llm.kernels.reference import quantize_weight as reference
-from llm.kernels.reference.quantize_forms import BEYOND, FORMS
+from llm.kernels.reference.quantize_weight import BEYOND, FORMS, NOT_FINITE
 from llm.kernels.reference.rotation import check_block
 
 _QUANTIZE = KERNELS["llm_quantize_weight"]
-_ROUNDED, _SEARCHED, _FIRST_FORM = range(3)
+_ROUNDED, _SEARCHED, _FIRST_FORM = range(3)  # `FORMS` from there on
 # Bits of what the kernel returns.
 _NOT_FINITE = 1
 
@@ -38,16 +35,11 @@ def quantize_weight(
     q, scale = out or (torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, columns // group_size))
     form = _SEARCHED if search else _ROUNDED
     high = 2 ** (bits - 1) - 1
-    signal, noise = quantize_into(lib, weight, form, group_size, q, scale, high=high, rotation=rotation)
+    signal, noise = _quantize_into(lib, weight, form, group_size, q, scale, high=high, rotation=rotation)
     return q, scale, signal, noise
 
 
-def number_of(form: str) -> int:
-    """The kernel's number of one of `FORMS`."""
-    return _FIRST_FORM + FORMS.index(form)
-
-
-def quantize_into(
+def _quantize_into(
     lib: Library,
     weight: torch.Tensor,
     form: int,
@@ -82,6 +74,28 @@ def quantize_into(
     sizes = (rows, columns, high, group_size, rotation, num_threads())
     wrong = lib.call(_QUANTIZE, KINDS[weight.dtype], form, *places, *sizes)
     if wrong:
-        raise ValueError(reference.NOT_FINITE if wrong & _NOT_FINITE else BEYOND)
+        raise ValueError(NOT_FINITE if wrong & _NOT_FINITE else BEYOND)
     signal, noise = energies.sum(dim=0).tolist()
     return signal, noise
+
+
+def quantize_weight_as(
+    lib: Library,
+    weight: torch.Tensor,
+    form: str,
+    group_size: int,
+    out: reference.Parts | None = None,
+    rotation: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
+    """(q, scale, minimum, signal, noise) as the definition; the last two in another order of sums."""
+    if weight.dtype not in KINDS or (rotation and form != "two_levels"):
+        return reference.quantize_weight_as(weight, form, group_size, out, rotation)
+    rows, columns = weight.shape
+    q, scale, minimum = out or reference.empty(form, rows, columns, group_size)
+    table = torch.tensor(reference.NF4) if form == "nf4" else None
+    if form == "q4_k" and columns % reference.SUPER_BLOCK:
+        raise ValueError(f"blocks of {reference.SUPER_BLOCK} do not divide {columns} columns")
+    signal, noise = _quantize_into(
+        lib, weight, _FIRST_FORM + FORMS.index(form), group_size, q, scale, minimum, table, rotation=rotation
+    )
+    return q, scale, minimum, signal, noise

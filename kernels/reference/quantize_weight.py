@@ -1,10 +1,14 @@
-"""Quantizing float weights to integers with a scale per row and group of columns, in plain PyTorch.
+"""Quantizing float weights in plain PyTorch: to integers with a scale per row and group of columns, and to other forms,
+8-bit floats, FP4, NF4 and GGUF's blocks.
 
-Owns the definition; `kernels/cpu` gives the same bits. Sums have an order of their own, because the scale of 4 bits
-depends on them, and PyTorch's depends on the processor.
+`kernels/cpu` gives the same bits. Sums have an order of their own, because the scale of 4 bits depends on them, and
+PyTorch's depends on the processor. Scales of GGUF's blocks are what a block can store: float16, or in Q4_K the product
+of a float16 and an integer from 0 to 63.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -121,3 +125,394 @@ def ordered_sum(x: torch.Tensor) -> torch.Tensor:
         if value.shape[-1]:
             total = total + value
     return total
+
+
+# The forms, by their numbers in the kernels.
+FORMS = ("float8", "mxfp4", "nf4", "q8_0", "q4_0", "q4_k", "asymmetric", "two_levels")
+# Those with a minimum for each group, and with a zero point in its place.
+HAVE_MINIMA, HAVE_ZEROS = ("q4_k",), ("asymmetric",)
+# Columns of a group of GGUF's blocks, and of a block of Q4_K: 8 groups, whose scales and minima share a float16 each.
+GROUP, SUPER_BLOCK = 32, 256
+# NormalFloat4 (QLoRA, arXiv:2305.14314): quantiles of a normal distribution over [-1, 1], 0 among them.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
+    *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+BEYOND = "holds values beyond the range of the blocks' float16 scales"
+
+_LARGEST_FLOAT8 = 448.0
+_LARGEST_FP4 = 6.0
+_LARGEST_EXPONENT = 2
+# Of a float32's bits.
+_SIGN_BIT, _EXPONENT_BITS, _EXPONENT_STEP, _ONE = -(1 << 31), 0xFF << 23, 1 << 23, 127 << 23
+# So that half of a scale is still a byte of MXFP4, and above it nothing is infinite.
+_EXPONENTS = (-126, 100)
+_MOST_CODE = 15
+_MOST_LEVEL = 63
+# What the largest code stands for, tried for each group: a little less than the range clips, a little more shifts.
+_RANGES = tuple(_MOST_CODE + 0.1 * step for step in range(-10, 11, 2))
+# So that scales and minima are within float16's range.
+_LARGEST = 65504.0 * _MOST_LEVEL
+_NEAR = tuple((first, second) for first in (0, -1, 1) for second in (0, -1, 1))
+# A smaller number is no divisor: its inverse, or what it is multiplied by, might be infinite.
+_LEAST_DIVISOR = 2.0**-100
+# A weight is quantized this many elements at a time.
+_CHUNK_ELEMENTS = 1 << 18
+
+# Of asymmetric integers: steps that are tried, as shares of the one that clips nothing, and how far beside the best.
+_STEPS, _BESIDE = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 0.025
+
+# Of two levels of scales: steps that are tried, beside the whole number above the one that clips nothing, and places,
+# beside the one that centres a group; places in a step, and the first one.
+_NEAR_STEP, _NEAR_PLACE = (1, 0, -1, -2), (0, -1, 1)
+_MOST_STEP, _PLACES, _FIRST_PLACE = 15, 3.2, 16
+# Of integers of 8 bits.
+_LOWEST, _HIGHEST = -128, 127
+
+# q, scale, and minimum, zero point or levels.
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+@dataclass
+class _Rounded:
+    """Of groups [R, G, size]: their codes, their scales and minima (or zero points, or levels) [R, G, 1], the values
+    that these stand for. With levels there is one scale for each row, [R, 1, 1]."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    values: torch.Tensor
+    minimum: torch.Tensor | None = None
+
+
+def quantize_weight_as(
+    weight: torch.Tensor, form: str, group_size: int, out: Parts | None = None, rotation: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
+    """A float weight [N, K] -> (q [N, K], scale, minimum, both float32 [N, K / group_size], signal, noise).
+
+    signal: the sum of W^2; noise: of (W - its quantized value)^2. minimum: None but for "q4_k"; of "asymmetric" it is
+    the zero point, of "two_levels" the levels of `Weight`, beside a scale [N, 1]. q is float8_e4m3fn for "float8", else
+    int8. `out` is written to, and returned, as q, scale and minimum. `rotation`: the rows are rotated in blocks of so
+    many columns first (`rotation.rotate`), and so is the weight that the result stands for.
+
+    - "float8": e4m3, rounded to nearest even; the largest magnitude of a group is 448 times its scale.
+    - "mxfp4": codes of e2m1 less 8. Of the two powers of two that the largest magnitude lies between, the one of the
+      smaller squared error; the smaller one clips values beyond 6 times it. The scale is half of it: a table of whole
+      numbers is looked up faster.
+    - "nf4": codes of NormalFloat4 less 8, the nearest in value; the scale is the largest magnitude.
+    - "asymmetric": W ~ (q - zero) * scale, q and zero in [-8, 7]: see `asymmetric_groups`.
+    - "two_levels": W ~ ((q + 8) * step - shift) * scale with a scale for each row; see `level_of`.
+    - "q8_0", "q4_0", "q4_k": see the functions. Groups are of 32, in "q4_k" 8 of them.
+
+    Raises:
+        ValueError: a weight is not finite, or too large for the form's scales.
+    """
+    rows, columns = weight.shape
+    q, scale, minimum = out or empty(form, rows, columns, group_size)
+    signal = noise = 0.0
+    step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        values = rotate(weight[part], rotation) if rotation else weight[part].float()
+        groups = values.unflatten(1, (-1, group_size))
+        found = _ROUND[form](groups, largest_of(groups))
+        q[part], scale[part] = found.codes.to(q.dtype).view(-1, columns), found.scale[..., 0]
+        if minimum is not None and found.minimum is not None:
+            minimum[part] = found.minimum[..., 0]
+        signal += float(groups.square().sum())
+        noise += float((groups - found.values).square().sum())
+    return q, scale, minimum, signal, noise
+
+
+def empty(form: str, rows: int, columns: int, group_size: int, device: torch.device | None = None) -> Parts:
+    """q, scale and minimum of `quantize_weight_as`."""
+    dtype = torch.float8_e4m3fn if form == "float8" else torch.int8
+    q = torch.empty(rows, columns, dtype=dtype, device=device)
+    scale = torch.empty(rows, columns // group_size, device=device)
+    if form == "two_levels":
+        return q, scale.new_empty(rows, 1), torch.empty_like(scale, dtype=torch.uint8)
+    return q, scale, torch.empty_like(scale) if form in HAVE_MINIMA + HAVE_ZEROS else None
+
+
+def _round_float8(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    scale = torch.where(largest == 0, torch.ones_like(largest), largest / _LARGEST_FLOAT8)
+    codes = (groups / scale).clamp_(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(torch.float8_e4m3fn)
+    return _Rounded(codes, scale, codes.float() * scale)
+
+
+def _round_mxfp4(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    exponent = (torch.frexp(largest)[1] - 1 - _LARGEST_EXPONENT).clamp_(*_EXPONENTS)
+    scales = [torch.ldexp(torch.ones_like(largest), power) for power in (exponent, exponent + 1)]
+    tried = [_nearest_fp4(groups / scale) for scale in scales]
+    errors = [
+        ordered_sum(torch.addcmul(groups, value, scale, value=-1).square_())
+        for value, scale in zip(tried, scales, strict=True)
+    ]
+    first = errors[0] <= errors[1]
+    scale, value = (torch.where(first, pair[0], pair[1]) for pair in (scales, tried))
+    return _Rounded(_codes_of_fp4(value) - 8, 0.5 * scale, value * scale)
+
+
+def _nearest_fp4(x: torch.Tensor) -> torch.Tensor:
+    """The nearest value of e2m1; halfway the one with the even code; beyond 6 it is 6."""
+    x = x.clamp(-_LARGEST_FP4, _LARGEST_FP4).add_(0.0)  # -0 + 0 is 0
+    # Neighbours below 2 differ by a half, above it by half of the power of two below them.
+    power = (x.view(torch.int32) & _EXPONENT_BITS).clamp_(min=_ONE)
+    step = power.sub_(_EXPONENT_STEP).view(torch.float32)
+    return (x / step).round_().mul_(step)
+
+
+def _codes_of_fp4(values: torch.Tensor) -> torch.Tensor:
+    """The codes of values of e2m1, int8; that of -0 is 8."""
+    bits = values.view(torch.int32)
+    # From 1 on a code is the exponent and the first bit of the mantissa; below it there are 0 and a half.
+    codes = ((bits & ~_SIGN_BIT) >> 22) - ((_ONE >> 22) - 2)
+    codes = torch.where(codes < 2, (values.abs() * 2).to(torch.int32), codes)
+    return (codes + 8 * (bits < 0)).to(torch.int8)
+
+
+def _round_nf4(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    table = torch.tensor(NF4, device=groups.device)
+    scale = torch.where(largest == 0, torch.ones_like(largest), largest)
+    x = groups / scale
+    codes = torch.zeros_like(x, dtype=torch.int8)
+    # Comparisons of a part in the L2 cache are faster than `torch.bucketize`.
+    for border in ((table[1:] + table[:-1]) / 2).tolist():
+        codes += (x > border).view(torch.int8)
+    return _Rounded(codes - 8, scale, table[codes.int()] * scale)
+
+
+def _round_q8_0(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    """Rounds to nearest, halves away from zero."""
+    scale = largest / 127
+    x = groups * _inverse(scale)
+    # As ggml-quants.c and `gguf` round: the magnitude's floor, plus one where twice the rest reaches one.
+    magnitude = x.abs()
+    floor = magnitude.floor()
+    codes = torch.copysign(floor + ((magnitude - floor) * 2).floor(), x)
+    return _stored(codes, scale)
+
+
+def _round_q4_0(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    """The value of the largest magnitude, the first of several, becomes -8."""
+    scale = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True)) / -8
+    codes = torch.trunc(groups * _inverse(scale) + 8.5).clamp_(0, _MOST_CODE) - 8
+    return _stored(codes, scale)
+
+
+def _stored(codes: torch.Tensor, scale: torch.Tensor) -> _Rounded:
+    scale = _half(scale)
+    return _Rounded(codes, scale, codes * scale)
+
+
+def _round_q4_k(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    """Codes from 0 to 15 less 8, and a minimum for each group: W = code * scale - minimum.
+
+    For each group several ranges are tried, and refitted by least squares to the codes that they give. Rounded to
+    levels of the block's two float16, the neighbouring levels are tried too; the least squared error wins.
+    """
+    if (largest > _LARGEST).any():
+        raise ValueError(BEYOND)
+    x = groups.reshape(-1, SUPER_BLOCK // GROUP, GROUP)
+    codes, scale, minimum = _on_levels(x, *_best_lines(x))
+    values = codes * scale - minimum
+    scale, minimum = (part.view(*groups.shape[:2], 1) for part in (scale, minimum))
+    return _Rounded((codes - 8).view_as(groups), scale, values.view_as(groups), minimum)
+
+
+def _best_lines(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, minimum) [B, 8, 1] of each group, real numbers: x ~ code * scale - minimum, both at least 0."""
+    low = x.amin(dim=-1, keepdim=True).clamp_(max=0.0)
+    per_span = _inverse(x.amax(dim=-1, keepdim=True).clamp_(min=0.0) - low)
+    total = ordered_sum(x)
+    best = torch.full_like(low, torch.inf)
+    scale, minimum = torch.zeros_like(low), -low
+    for most in _RANGES:
+        codes = ((x - low) * (most * per_span)).round_().clamp_(0, _MOST_CODE)
+        fit_scale, fit_minimum = _fitted(codes, x, total)
+        error = ordered_sum((x + fit_minimum - codes * fit_scale).square_())
+        better = error < best
+        best = torch.where(better, error, best)
+        scale, minimum = torch.where(better, fit_scale, scale), torch.where(better, fit_minimum, minimum)
+    return scale, minimum
+
+
+def _fitted(codes: torch.Tensor, x: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least squares of x ~ code * scale - minimum; a negative minimum is 0."""
+    count = x.shape[-1]
+    ones = codes.sum(dim=-1, keepdim=True)
+    squares, products = codes.square().sum(dim=-1, keepdim=True), ordered_sum(codes * x)
+    determinant = count * squares - ones.square()
+    scale = (count * products - ones * total) * _inverse(determinant)
+    minimum = (ones * products - squares * total) * _inverse(determinant)
+    through_zero = (minimum < 0) | (determinant <= 0)
+    scale = torch.where(through_zero, products * _inverse(squares), scale).clamp_(min=0.0)
+    return scale, torch.where(through_zero, torch.zeros_like(minimum), minimum)
+
+
+def _on_levels(
+    x: torch.Tensor, step: torch.Tensor, least: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes [B, 8, 32], scale and minimum [B, 8, 1]) where both are a level from 0 to 63 of the block's float16."""
+    unit, base = (_half(part.amax(dim=1, keepdim=True) / _MOST_LEVEL) for part in (step, least))
+    level, floor = ((part * _inverse(whole)).round_() for part, whole in ((step, unit), (least, base)))
+    best = torch.full_like(step, torch.inf)
+    codes, scale, minimum = torch.zeros_like(x), torch.zeros_like(step), torch.zeros_like(least)
+    for up, down in _NEAR:
+        tried_scale = (level + up).clamp(0, _MOST_LEVEL) * unit
+        tried_minimum = (floor + down).clamp(0, _MOST_LEVEL) * base
+        tried = ((x + tried_minimum) * _inverse(tried_scale)).round_().clamp_(0, _MOST_CODE)
+        error = ordered_sum((x + tried_minimum - tried * tried_scale).square_())
+        better = error < best
+        best = torch.where(better, error, best)
+        codes, scale = torch.where(better, tried, codes), torch.where(better, tried_scale, scale)
+        minimum = torch.where(better, tried_minimum, minimum)
+    return codes, scale, minimum
+
+
+def _round_asymmetric(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    codes, scale, zero = asymmetric_groups(groups)
+    return _Rounded(codes, scale, (codes - zero) * scale, zero)
+
+
+def asymmetric_groups(
+    x: torch.Tensor, importance: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [R, G, size] -> (codes of the same shape, scale and zero [R, G, 1]), codes and zero whole, from -8 to 7.
+
+    W ~ (code - zero) * scale. Several steps are tried with the zero point that centres the group's range, then at the
+    best of them the zero points beside it, and the steps beside it; each is refitted by least squares to the codes that
+    it gives, in bfloat16, and so is at last the best scale. Errors are weighted by `importance`, which broadcasts;
+    None: by |x| and the root of the group's mean square, because large weights are multiplied with large inputs.
+    """
+    if importance is None:
+        # PyTorch rounds square roots of float32 wrongly now and then; by way of float64 they are right.
+        importance = x.abs() + (ordered_sum(x.square()) / x.shape[-1]).double().sqrt().float()
+    low, high = x.amin(dim=-1, keepdim=True).clamp_(max=0.0), x.amax(dim=-1, keepdim=True).clamp_(min=0.0)
+    full = high / _MOST_CODE - low / _MOST_CODE  # in this order infinite for no range
+    full = torch.where(full > 0, full, torch.ones_like(full))
+    middle = 0.5 * high + 0.5 * low
+    least, best, share = torch.full_like(full, torch.inf), full, torch.ones_like(full)
+    zero = _centred(middle, full)
+
+    def tried(step: torch.Tensor, at: torch.Tensor, of: torch.Tensor) -> None:
+        nonlocal least, best, zero, share
+        codes = _from_zero(x, step, at)
+        weighted = codes * importance
+        products, norm = ordered_sum(weighted * x), ordered_sum(weighted * codes)
+        scale = torch.where(norm > 0, products / norm, step).bfloat16().float()
+        error = torch.where(scale > 0, scale * (scale * norm - (products + products)), torch.inf)
+        better = error < least
+        least, best = torch.where(better, error, least), torch.where(better, scale, best)
+        zero, share = torch.where(better, at, zero), torch.where(better, of, share)
+
+    for each in _STEPS:
+        step = full * each
+        tried(step, _centred(middle, step), torch.full_like(full, each))
+    step, at, of = full * share, zero, share
+    for beside in (-1.0, 1.0):
+        tried(step, (at + beside).clamp(0, _MOST_CODE), of)
+    at, of = zero, share
+    for beside in (-_BESIDE, _BESIDE):
+        tried(full * (of + beside), at, of + beside)
+    tried(best, zero, share)
+    return _from_zero(x, best, zero) + (zero - 8), best, zero - 8
+
+
+def _round_two_levels(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
+    scale = row_scale(largest)
+    step, place = level_of(groups / scale)
+    codes = codes_on_levels(groups / scale, step, place)
+    values = (codes + 8) * step - shift_of(step, place)
+    return _Rounded(codes, scale, values * scale, (step + 16 * place).to(torch.uint8))
+
+
+def row_scale(largest: torch.Tensor) -> torch.Tensor:
+    """Of rows with two levels of scales, [R, 1, 1], from the largest magnitudes of their groups [R, G, 1]."""
+    scale = largest.amax(dim=1, keepdim=True) / _HIGHEST
+    return torch.where(scale > _LEAST_DIVISOR, scale, torch.ones_like(scale))
+
+
+def level_of(x: torch.Tensor, importance: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Groups x [R, G, size], divided by their rows' scales -> step (1 to 15) and place (0 to 15), whole, [R, G, 1].
+
+    x ~ (code + 8) * step - shift, where `shift_of` the two is whole too and the result an integer of 8 bits. Four steps
+    are tried about the one that clips nothing, each with the three places about the one that centres the group's range;
+    the least squared error wins, weighted by `importance`, which broadcasts.
+    """
+    low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+    first, middle = ((high - low) * (1 / _MOST_CODE)).ceil(), 0.5 * (high + low)
+    least, best, at = torch.full_like(low, torch.inf), torch.ones_like(low), torch.zeros_like(low)
+    for near in _NEAR_STEP:
+        step = (first + near).clamp_(1, _MOST_STEP)
+        centre = ((0.5 * _MOST_CODE - middle * (1 / step)) * _PLACES).round_() - _FIRST_PLACE
+        for beside in _NEAR_PLACE:
+            place = (centre + beside).clamp_(0, _MOST_CODE)
+            moved = x + shift_of(step, place)
+            error = (_whole_codes(moved, step, place) * step - moved).square_()
+            error = ordered_sum(error if importance is None else error * importance)
+            better = error < least
+            least = torch.where(better, error, least)
+            best, at = torch.where(better, step, best), torch.where(better, place, at)
+    return best, at
+
+
+def shift_of(step: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """What a group's values are moved up by: about 5 to 10 steps, in 16 places."""
+    return (step * (place + _FIRST_PLACE) / _PLACES).floor()
+
+
+def place_of(step: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """The first place with this shift."""
+    return (shift * _PLACES / step).ceil() - _FIRST_PLACE
+
+
+def codes_on_levels(x: torch.Tensor, step: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """The codes, from -8 to 7, whose values (`level_of`) are nearest to x and have 8 bits."""
+    return _whole_codes(x + shift_of(step, place), step, place) - 8
+
+
+def _whole_codes(moved: torch.Tensor, step: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    least, most = code_limits(step, place)
+    return torch.maximum(torch.minimum((moved * (1 / step)).round_(), most), least)
+
+
+def code_limits(step: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes from 0 to 15 whose values have 8 bits: the least and the largest."""
+    shift = shift_of(step, place)
+    least = ((shift + _LOWEST) * (1 / step)).ceil().clamp_(min=0)
+    return least, ((shift + _HIGHEST) / step).floor().clamp_(max=_MOST_CODE)
+
+
+def _centred(middle: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """The code of 0, from 0 to 15, where the codes' middle is that of the group's range."""
+    return (0.5 * _MOST_CODE - middle * _inverse(step)).round_().clamp_(0, _MOST_CODE)
+
+
+def _from_zero(x: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Codes from 0 to 15, less `zero`."""
+    return torch.maximum(torch.minimum((x * _inverse(step)).round_(), _MOST_CODE - zero), -zero)
+
+
+def _inverse(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.abs() > _LEAST_DIVISOR, 1 / x, torch.zeros_like(x))
+
+
+def _half(values: torch.Tensor) -> torch.Tensor:
+    """Rounded to float16."""
+    rounded = values.half()
+    if not rounded.isfinite().all():
+        raise ValueError(BEYOND)
+    return rounded.float()
+
+
+_ROUND = {
+    "float8": _round_float8,
+    "mxfp4": _round_mxfp4,
+    "nf4": _round_nf4,
+    "q8_0": _round_q8_0,
+    "q4_0": _round_q4_0,
+    "q4_k": _round_q4_k,
+    "asymmetric": _round_asymmetric,
+    "two_levels": _round_two_levels,
+}

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from llm.kernels.reference.activation import _require_even
-from llm.kernels.reference.gated_norm import check_gated_norm
+from llm.kernels.reference.norm import check_gated_norm
 from llm.kernels.triton.language import rounded, sigmoid, tanh
 from llm.kernels.triton.launch import launch, power_of_two
 
@@ -217,7 +217,7 @@ def gated_rms_norm(
     norm_before_gate: bool = False,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """See `kernels/reference/gated_norm.py`."""
+    """See `kernels/reference/norm.py`."""
     check_gated_norm(x, gate, weight, groups, activation)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, size = _rows(x), x.shape[-1] // groups

@@ -327,7 +327,7 @@ def tile_of(target: Target, m: int, n: int, form: Form, dtype: torch.dtype) -> d
 
 
 def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels/reference/quantized.py`."""
+    """See `kernels/reference/linear.py`."""
     q, scales = quantize(x, max(1, x.shape[-1]))
     return q, scales.view(-1)
 

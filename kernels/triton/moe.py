@@ -12,8 +12,7 @@ from functools import partial
 import torch
 
 from llm.kernels.reference.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, relu2, silu_and_mul_with_clamp
-from llm.kernels.reference.experts import check_gate, gate_of, over_experts
-from llm.kernels.reference.routing import check_routing, chosen_by
+from llm.kernels.reference.experts import check_gate, check_routing, chosen_by, gate_of, over_experts
 from llm.kernels.triton.elementwise import gelu_and_mul, silu_and_mul
 from llm.kernels.triton.gemm import linear
 from llm.kernels.triton.vocabulary import log_softmax
@@ -30,7 +29,7 @@ def select_experts(
     topk_groups: int = 1,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels/reference/routing.py`."""
+    """See `kernels/reference/experts.py`."""
     check_routing(logits.shape[-1], top_k, scoring, bias, groups, topk_groups)
     logits = logits.float()
     scores = log_softmax(logits).exp() if scoring == "softmax" else logits.sigmoid()

@@ -153,7 +153,7 @@ class GroupedTopk(TopKRouter):
 class SparseMixer(KernelOp):
     """The choice of Phi 3.5 MoE, a `custom_routing_function`: logits float32 [N, E] -> weights [N, 2], ids [N, 2].
 
-    See `mix_two_experts` in `kernels/reference/routing.py`; the hidden states do not matter.
+    See `mix_two_experts` in `kernels/reference/experts.py`; the hidden states do not matter.
 
     Args:
         jitter_eps: half of the relative distance up to which an expert takes part in the other's softmax.

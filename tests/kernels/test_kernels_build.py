@@ -480,15 +480,15 @@ def test_the_bench_measures_every_product(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(bench, "ROWS", (1, 9))
     monkeypatch.setattr(bench, "EXPERT", (32, 128))
     monkeypatch.setattr(bench, "_COLD_BYTES", 1 << 14)
-    monkeypatch.setattr(bench.bench_calls, "_CALLS", 3)
-    monkeypatch.setattr(bench.bench_states, "_COLD_BYTES", 1 << 14)
+    monkeypatch.setattr(bench, "_CALLS", 3)
+    monkeypatch.setattr(bench, "_COLD_STATES", 1 << 14)
     monkeypatch.setattr(bench, "_READ_BYTES", 1 << 18)
     lines = list(bench.run(backend_for(select_platform("cpu")[0]), 0.0))
     integers = ["w8a8", "w4a8", "w4a8", "w4a8", "w8a16", "w4a16", "w4a16"]
     assert [line.split()[0] for line in lines[3:13]] == ["float32", "bfloat16", "float16", *integers]
     assert sum(line.startswith("torch") for line in lines) == 3
     assert sum(line.startswith("experts w4a8") for line in lines) == len(bench.EXPERT_ROWS)
-    states = [line.split() for line in lines if line.startswith(tuple(case.name for case in bench.bench_states.CASES))]
+    states = [line.split() for line in lines if line.startswith(tuple(case.name for case in bench.CASES))]
     # Rates are rounded, to 0 where other programs take the processor; times only grow.
     assert len(states) == 8 and all(float(time) > 0 for line in states for time in line[-5:-2])
     calls = [line.split() for line in lines[lines.index(next(line for line in lines if "replayed" in line)) + 1 :]]

@@ -12,7 +12,7 @@ from pages import normal
 from recurrent_rows import rows
 from tiny_models import one_thread
 
-from llm.kernels.reference.conv import causal_conv1d
+from llm.kernels.reference.recurrent import causal_conv1d
 
 BACKENDS = ["reference", *(pytest.param(isa, marks=needs_compiler) for isa in ISAS)]
 

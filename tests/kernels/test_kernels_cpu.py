@@ -17,10 +17,10 @@ import torch
 from definitions import add_groups, chain, group_sums, scaled_sums, unscaled
 from kernel_sets import TARGETS
 
-from llm.kernels.cpu import build, library, linear, packed, quantized
+from llm.kernels.cpu import build, library, linear, packed
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.reference import linear as reference
-from llm.kernels.reference.quantized import quantize_per_token, quantize_static
+from llm.kernels.reference.linear import quantize_per_token, quantize_static
 from llm.kernels.weight import LEAST, MAX_INTEGER_K, Weight, dequantize
 
 try:
@@ -486,10 +486,10 @@ def test_quantized_activations_are_the_twins(lib: library.Library, k: int) -> No
     x[4] = torch.arange(k) + 0.5  # ties
     for row, value in ((5, float("nan")), (6, float("inf")), (7, float("-inf"))):
         x[row, k // 2] = value
-    for ours, theirs in zip(quantized.quantize_per_token(lib, x), quantize_per_token(x), strict=True):
+    for ours, theirs in zip(linear.quantize_per_token(lib, x), quantize_per_token(x), strict=True):
         assert same(ours, theirs)
     for scale, offset in ((0.1, 0), (1.0, -128), (1e-30, 7)):
-        assert same(quantized.quantize_static(lib, x, scale, offset), quantize_static(x, scale, offset))
+        assert same(linear.quantize_static(lib, x, scale, offset), quantize_static(x, scale, offset))
 
 
 def test_quotients_are_those_of_a_division(lib: library.Library) -> None:
@@ -500,7 +500,7 @@ def test_quotients_are_those_of_a_division(lib: library.Library) -> None:
     x = (torch.arange(-126, 126) + 0.5) * scale
     nearby = [x, *(torch.nextafter(x, x + sign * most) for sign in (-1, 1))]
     x = torch.cat([most, *nearby], dim=1)
-    q, scales = quantized.quantize_per_token(lib, x)
+    q, scales = linear.quantize_per_token(lib, x)
     expected, _ = quantize_per_token(x)
     assert same(scales, scale[:, 0]) and same(q, expected)
     assert not same((x * (1 / scale)).round().clamp(-128, 127).nan_to_num().to(torch.int8), expected)

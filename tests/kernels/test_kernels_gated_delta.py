@@ -13,7 +13,7 @@ from pages import normal
 from recurrent_rows import rows
 from tiny_models import one_thread
 
-from llm.kernels.reference.gated_delta import gated_delta_rule
+from llm.kernels.reference.recurrent import gated_delta_rule
 
 BACKENDS = ["reference", *(pytest.param(isa, marks=needs_compiler) for isa in ISAS)]
 

@@ -7,12 +7,10 @@ import torch
 from kernel_sets import TARGETS
 
 from llm.kernels.cpu import library
-from llm.kernels.cpu.arriving import arriving_rows
 from llm.kernels.cpu.gguf_blocks import decode_blocks
-from llm.kernels.cpu.quantize_forms import quantize_weight_as
-from llm.kernels.cpu.quantize_weight import quantize_weight
+from llm.kernels.cpu.packed import arriving_rows
+from llm.kernels.cpu.quantize_weight import quantize_weight, quantize_weight_as
 from llm.kernels.reference import gguf_blocks
-from llm.kernels.reference import quantize_forms as forms
 from llm.kernels.reference import quantize_weight as reference
 from llm.quantization.unquantized import fill_rows, new_parameter, widen
 
@@ -54,7 +52,7 @@ def hard_weights(size: int) -> torch.Tensor:
     weight[7], weight[8] = (torch.arange(2 * size) % 127 - 63) * 0.5, weight[8].abs() + 0.01
     weight[7, ::size], weight[9] = 127, weight[9].abs() * -1 - 0.01
     # Values beside the borders between the codes of NF4, of a scale whose reciprocal is rounded.
-    table = torch.tensor(forms.NF4)
+    table = torch.tensor(reference.NF4)
     near = ((table[1:] + table[:-1]) / 2 * 3.7).repeat(2 * size)[: 2 * size]
     weight[10] = torch.nextafter(near, near + torch.tensor([1.0, 0.0, -1.0]).repeat(2 * size)[: 2 * size])
     weight[10, ::size] = 3.7
@@ -81,7 +79,7 @@ def test_other_forms_are_those_of_the_definition(lib: library.Library, form: str
     weight = hard_weights(256 if form == "q4_k" else size)
     for values in (weight, weight.bfloat16(), weight.clamp(-6e4, 6e4).half()):
         q, scale, minimum, *energies = quantize_weight_as(lib, values, form, size)
-        expected = forms.quantize_weight_as(values, form, size)
+        expected = reference.quantize_weight_as(values, form, size)
         assert same_bits(q, expected[0]) and same_bits(scale, expected[1])
         assert (minimum is None) == (expected[2] is None)
         assert minimum is None or expected[2] is None or same_bits(minimum, expected[2])
@@ -92,7 +90,7 @@ def test_other_forms_are_those_of_the_definition(lib: library.Library, form: str
             with pytest.raises(ValueError, match=message):
                 quantize_weight_as(lib, weight, form, size)
             with pytest.raises(ValueError, match=message):
-                forms.quantize_weight_as(weight, form, size)
+                reference.quantize_weight_as(weight, form, size)
 
 
 def rows_of_blocks(kind: str, rows: int, blocks: int) -> torch.Tensor:
@@ -145,7 +143,7 @@ def test_blocks_are_decoded_bit_for_bit_as_the_definition_says(lib: library.Libr
 
 def test_a_scale_one_step_away_is_seen() -> None:
     """What the comparisons of bits can tell apart."""
-    q, scale, *_ = forms.quantize_weight_as(weights(4, 64), "nf4", 64)
+    q, scale, *_ = reference.quantize_weight_as(weights(4, 64), "nf4", 64)
     assert same_bits(scale, scale.clone()) and not same_bits(scale, torch.nextafter(scale, scale + 1))
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0])) and q.dtype == torch.int8
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pages import Pages, Shape, normal
 from tiny_models import one_thread
 
-from llm.kernels.reference import activation, attention, linear, norm, quantized, rotary
+from llm.kernels.reference import activation, attention, linear, norm, rotary
 from llm.layers.norm import RMSNorm
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -140,7 +140,7 @@ def test_linear(seed: int, rows: int, k: int, n: int, dtype: torch.dtype, with_b
     x, weight = normal(seed, rows, k), normal(seed + 1, n, k).to(dtype)
     bias = normal(seed + 2, n).to(dtype) if with_bias else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantized, "_WIDEN_ELEMENTS", widened)
+        patch.setattr(linear, "_WIDEN_ELEMENTS", widened)
         actual = linear.linear(x, replace(linear.pack(weight), bias=bias))
     offset = torch.zeros(n).double() if bias is None else bias.double()
     expected = x.double() @ weight.double().T + offset

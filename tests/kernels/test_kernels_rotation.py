@@ -12,8 +12,7 @@ from kernel_sets import ISAS, kernel_set, needs_compiler
 
 from llm.kernels.reference import experts as reference_experts
 from llm.kernels.reference import linear as reference
-from llm.kernels.reference import quantize_forms
-from llm.kernels.reference import quantize_weight as reference_quantize
+from llm.kernels.reference import quantize_weight as quantizing
 from llm.kernels.reference.rotation import block_for, rotate
 from llm.kernels.weight import ExpertWeights, Weight, eight_bits
 
@@ -47,7 +46,7 @@ def test_kernels_give_the_bits_of_the_definition(isa: str, columns: int, block: 
     kernels = kernel_set(isa)
     weight = normal(70, columns)
     q, scale, *_ = kernels.op("quantize_weight")(weight, 8, columns, False, None, block)
-    expected_q, expected_scale, *_ = reference_quantize.quantize_weight(weight, 8, columns, False, None, block)
+    expected_q, expected_scale, *_ = quantizing.quantize_weight(weight, 8, columns, False, None, block)
     assert torch.equal(q, expected_q) and torch.equal(scale, expected_scale)
     parts: dict[str, Any] = {"activations": "int8"}
     packed = replace(kernels.op("pack")(q, "int8").scaled(scale, rotation=block), **parts)
@@ -69,7 +68,7 @@ def test_outliers_cost_little_where_rows_are_rotated() -> None:
     x, weight = with_outliers(32, 576), normal(64, 576)
     errors = []
     for rotation in (block_for(576), 0):
-        q, scale, *_ = reference_quantize.quantize_weight(weight, 8, 576, False, None, rotation)
+        q, scale, *_ = quantizing.quantize_weight(weight, 8, 576, False, None, rotation)
         packed = replace(reference.pack(q, "int8").scaled(scale, rotation=rotation), activations="int8")
         small = torch.arange(576) % 37 != 3  # what the outliers crowd out
         exact = x @ weight.t()
@@ -92,7 +91,7 @@ def test_what_cannot_be_rotated_is_refused() -> None:
 LEVELS = [(70, 576, 32, 64), (33, 1536, 64, 256), (16, 96, 96, 32), (5, 48, 8, 16), (40, 384, 24, 128), (31, 64, 32, 0)]
 
 
-def on_levels(pack: Any, parts: quantize_forms.Parts, group_size: int, rotation: int) -> Weight:
+def on_levels(pack: Any, parts: quantizing.Parts, group_size: int, rotation: int) -> Weight:
     q, scale, levels = parts
     packed: Weight = pack(q, "int4").scaled(scale, group_size=group_size, rotation=rotation, levels=levels)
     return replace(packed, activations="int8", bias=normal(len(q), seed=3))
@@ -107,7 +106,7 @@ def test_two_levels_of_scales_have_the_bits_of_the_definition(
     weight = normal(rows, columns) * normal(rows, 1, seed=4)
     weight[0], weight[1, :size], weight[2] = 0, 0, 1
     *found, signal, noise = kernels.op("quantize_weight_as")(weight, "two_levels", size, None, block)
-    *parts, defined_signal, defined_noise = quantize_forms.quantize_weight_as(weight, "two_levels", size, None, block)
+    *parts, defined_signal, defined_noise = quantizing.quantize_weight_as(weight, "two_levels", size, None, block)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, parts, strict=True))
     assert (signal, noise) == pytest.approx((defined_signal, defined_noise), rel=1e-5)
     packed, defined = (on_levels(pack, tuple(parts), size, block) for pack in (kernels.op("pack"), reference.pack))
@@ -128,7 +127,7 @@ def test_experts_on_two_levels_are_those_of_the_definition(isa: str) -> None:
         for expert in range(3):
             for rows, columns in ((80, 64), (64, 40)):
                 weight, size = normal(rows, columns, seed=expert), 32 if columns == 64 else 8
-                parts = quantize_forms.quantize_weight_as(weight, "two_levels", size, None, 64 if size == 32 else 0)[:3]
+                parts = quantizing.quantize_weight_as(weight, "two_levels", size, None, 64 if size == 32 else 0)[:3]
                 matrices.append(replace(on_levels(pack, parts, size, 64 if size == 32 else 0), bias=None))
         stacks.append(ExpertWeights(tuple(matrices[::2]), tuple(matrices[1::2])))
     x, ids, factors = normal(19, 64), torch.arange(38).view(19, 2) * 7 % 3, normal(19, 2, seed=5).abs()
@@ -143,8 +142,8 @@ def test_experts_on_two_levels_are_those_of_the_definition(isa: str) -> None:
 def test_two_levels_lose_less_than_one_with_whole_zero_points() -> None:
     """In fewer bits (4.25 in place of 5 a weight). With the levels of the next group they lose all: the control."""
     weight = normal(64, 512)
-    q, scale, levels, signal, noise = quantize_forms.quantize_weight_as(weight, "two_levels", 32)
-    *_, one = quantize_forms.quantize_weight_as(weight, "asymmetric", 32)
+    q, scale, levels, signal, noise = quantizing.quantize_weight_as(weight, "two_levels", 32)
+    *_, one = quantizing.quantize_weight_as(weight, "asymmetric", 32)
     assert noise < 0.95 * one and noise < 0.006 * signal
     values = reference.pack(q, "int4").scaled(scale, group_size=32, levels=levels).dequantize()
     assert float((values - weight).square().sum()) == pytest.approx(noise, rel=1e-4)

@@ -12,7 +12,7 @@ from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import normal
 from tiny_models import one_thread
 
-from llm.kernels.reference.routing import mix_two_experts, select_experts
+from llm.kernels.reference.experts import mix_two_experts, select_experts
 
 BACKENDS = ["reference", *(pytest.param(isa, marks=needs_compiler) for isa in ISAS)]
 

@@ -15,7 +15,7 @@ from test_kernels_conv import rows
 from tiny_models import one_thread
 
 from llm.forward import RecurrentMetadata
-from llm.kernels.reference import scan
+from llm.kernels.reference import recurrent
 
 BACKENDS = ["reference", *(pytest.param(isa, marks=needs_compiler) for isa in ISAS)]
 TOKENS = 23
@@ -37,7 +37,7 @@ class Inputs:
     state: tuple[int, ...]
 
     def run(self, backend: str, tokens: slice, state: torch.Tensor, metadata: RecurrentMetadata) -> torch.Tensor:
-        own = scan if backend == "reference" else kernel_set(backend).ops
+        own = recurrent if backend == "reference" else kernel_set(backend).ops
         parts = {name: tensor[tokens] for name, tensor in self.tokens.items()}
         return getattr(own, self.operation)(**parts, **self.constants, state=state, metadata=metadata)
 
@@ -66,7 +66,7 @@ def mamba2(heads: int, size: int, states: int, groups: int = 1, limit: Any = Non
     }
     constants = {
         **{"a": -normal(5, heads).exp(), "d": normal(6, heads * size if by_channel else heads)},
-        **{"dt_bias": normal(7, heads), "dt_limit": limit or scan.NO_LIMIT},
+        **{"dt_bias": normal(7, heads), "dt_limit": limit or recurrent.NO_LIMIT},
     }
     return Inputs("mamba2_scan", tokens, constants, (heads, states, size))
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import one_thread
 
-from llm.kernels.reference import quantized as ref
+from llm.kernels.reference import linear as ref
 from llm.kernels.reference.linear import embedding, linear, pack
 from llm.kernels.reference.rounding import fused_multiply_add
 from llm.kernels.weight import Weight, dequantize

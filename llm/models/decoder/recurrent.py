@@ -10,7 +10,7 @@ from torch import nn
 
 from llm.errors import UnsupportedModelError
 from llm.forward import RecurrentSpec
-from llm.kernels.reference.scan import NO_LIMIT
+from llm.kernels.reference.recurrent import NO_LIMIT
 from llm.layers.linear_attention import (
     DeltaHeads,
     GatedDeltaNetAttention,
