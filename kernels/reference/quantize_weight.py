@@ -19,7 +19,7 @@ NOT_FINITE = "holds NaN or infinite values and cannot be quantized"
 # less than a coarser grid for all others, the more so the larger the group.
 CLIP_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 # A weight is quantized this many elements at a time, so that temporaries stay in the cache.
-CHUNK_ELEMENTS = 1 << 16
+_INTEGER_CHUNK = 1 << 16
 # Of the order of sums: sums side by side, those added at once, and how many stripes are summed before their sums are.
 _STRIPE, _VECTOR, _RUN, _LEVELS = 32, 8, 16, 4
 
@@ -47,7 +47,7 @@ def quantize_weight(
         weight.new_empty(rows, columns, dtype=torch.int8),
         weight.new_empty(rows, columns // group_size, dtype=torch.float32),
     )
-    step = max(1, CHUNK_ELEMENTS // max(1, columns))
+    step = max(1, _INTEGER_CHUNK // max(1, columns))
     signal = noise = 0.0
     for start in range(0, rows, step):
         part = weight[start : start + step].float().contiguous()
@@ -158,7 +158,7 @@ _NEAR = tuple((first, second) for first in (0, -1, 1) for second in (0, -1, 1))
 # A smaller number is no divisor: its inverse, or what it is multiplied by, might be infinite.
 _LEAST_DIVISOR = 2.0**-100
 # A weight is quantized this many elements at a time.
-_CHUNK_ELEMENTS = 1 << 18
+_FORM_CHUNK = 1 << 18
 
 # Of asymmetric integers: steps that are tried, as shares of the one that clips nothing, and how far beside the best.
 _STEPS, _BESIDE = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 0.025
@@ -210,7 +210,7 @@ def quantize_weight_as(
     rows, columns = weight.shape
     q, scale, minimum = out or empty(form, rows, columns, group_size)
     signal = noise = 0.0
-    step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+    step = max(1, _FORM_CHUNK // max(1, columns))
     for start in range(0, rows, step):
         part = slice(start, start + step)
         values = rotate(weight[part], rotation) if rotation else weight[part].float()
