@@ -35,9 +35,9 @@ _LEAST_SEGMENT = 512
 
 @triton.jit
 def quantize_rows(x, q, scales, columns, groups, stride_x, static_scale, offset, SIZE: tl.constexpr,
-                  AT_ONCE: tl.constexpr, STATIC: tl.constexpr):  # fmt: skip
+                  AT_ONCE: tl.constexpr, STATIC: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
     """A group of a row: q = round(x / scale) + offset with scale = max|x| / 127, or the static one. A row that is not
-    finite gets a scale that is not."""
+    finite gets a scale that is not. HALVES: all even columns of a row, then the odd ones."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     lanes = tl.arange(0, AT_ONCE)
@@ -64,7 +64,8 @@ def quantize_rows(x, q, scales, columns, groups, stride_x, static_scale, offset,
             # Cut before it is added to, so that it is a whole number below 2^22.
             quotient = whole(tl.minimum(tl.maximum(quotient, -512.0), 512.0)) + offset
         code = int8_codes(quotient)
-        tl.store(q + row * columns + at, code, mask=inside)
+        to = at // 2 + (at % 2) * (columns // 2) if HALVES else at
+        tl.store(q + row * columns + to, code, mask=inside)
     tl.store(scales + row * groups + group, tl.where(scale == float("inf"), float("nan"), scale))
 
 
@@ -77,9 +78,8 @@ def _level(codes, level):
 
 
 @triton.jit
-def _values(codes, at, rn, k, N, K, groups, group_size, scale, zero, minimum, table, LEAST_CODE: tl.constexpr):
-    """What codes [BN, BK] stand for, float32."""
-    rk = k + tl.arange(0, codes.shape[1])
+def _values(codes, rn, rk, N, K, groups, group_size, scale, zero, minimum, table, LEAST_CODE: tl.constexpr):
+    """What codes [BN, BK] of these rows and columns stand for, float32."""
     inside = (rn < N)[:, None] & (rk < K)[None, :]
     place = rn.to(tl.int64)[:, None] * groups + (rk // group_size)[None, :]
     factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
@@ -114,13 +114,14 @@ def _finish(sums, xs, scale, bias, rm, rn, M, N, WHOLE: tl.constexpr, STATIC: tl
 def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride_x, stride_w, groups, group_size,
          input_offset, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr, VALUES: tl.constexpr,
          WHOLE: tl.constexpr, STATIC: tl.constexpr, OFFSET: tl.constexpr, LEAST_CODE: tl.constexpr,
-         SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-         BK: tl.constexpr):  # fmt: skip
+         HALVES: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr,
+         BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """y[M, N] = x[M, K] W[N, K]^T + bias.
 
     IN_GROUPS: the sum of each block of K is scaled by itself; VALUES: codes become values before the product; WHOLE:
     the whole sum is scaled. SPLIT: one segment of `SEGMENT` columns, whose sums go to y [SEGMENTS, M, N]. OFFSET: of
-    static int8 activations. xs: scales of rows, of int8 activations.
+    static int8 activations. xs: scales of rows, of int8 activations. HALVES: x has all even columns, then the odd ones, as
+    the low and the high nibbles of int4 are: each half has a product of its own, and no nibble has to move.
     """
     tiles_n = tl.cdiv(N, BN)
     # Eight tiles of rows share the tiles of the weight that the cache has.
@@ -141,28 +142,48 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
         sums = tl.zeros((BM, BN), tl.int32 if INT8_X and not IN_GROUPS else tl.float32)
         for k in range(segment * SEGMENT, tl.minimum(segment * SEGMENT + SEGMENT, K), BK):
             rk = k + lanes
-            a = tl.load(x_rows + rk[None, :], mask=(rm < M)[:, None] & (rk < K)[None, :], other=0)
             if KIND == "int4":
                 half = k // 2 + tl.arange(0, BK // 2)
                 packed = tl.load(w_rows + half[None, :], mask=(rn < N)[:, None] & (half < stride_w)[None, :], other=0)
-                b = nibbles(packed, BN, BK)
             else:
                 b = tl.load(w_rows + rk[None, :], mask=(rn < N)[:, None] & (rk < K)[None, :], other=0)
+            if HALVES:
+                inside = (rm < M)[:, None] & (half < K // 2)[None, :]
+                a = tl.load(x_rows + half[None, :], mask=inside, other=0)
+                a_odd = tl.load(x_rows + (K // 2 + half)[None, :], mask=inside, other=0)
+                b = (packed << 4) >> 4
+                b_odd = packed >> 4
+            else:
+                a = tl.load(x_rows + rk[None, :], mask=(rm < M)[:, None] & (rk < K)[None, :], other=0)
+                if KIND == "int4":
+                    b = nibbles(packed, BN, BK)
             if levels is not None:
                 level = tl.load(levels + rn.to(tl.int64) * groups + k // group_size, mask=rn < N, other=0)
-                b = _level(b, level.to(tl.int32)[:, None])
+                level = level.to(tl.int32)[:, None]
+                b = _level(b, level)
+                if HALVES:
+                    b_odd = _level(b_odd, level)
             if KIND == "float8":
                 b = from_float8(b)
             if VALUES:
-                b = rounded(_values(b, rk, rn, k, N, K, groups, group_size, scale, zero, minimum, table, LEAST_CODE),
-                            x.dtype.element_ty)  # fmt: skip
-            elif not INT8_X:
+                if HALVES:
+                    b = _values(b, rn, half * 2, N, K, groups, group_size, scale, zero, minimum, table, LEAST_CODE)
+                    b_odd = _values(b_odd, rn, half * 2, N, K, groups, group_size, scale, zero, minimum, table,
+                                    LEAST_CODE)  # fmt: skip
+                else:
+                    b = _values(b, rn, rk, N, K, groups, group_size, scale, zero, minimum, table, LEAST_CODE)
+            if not INT8_X:
                 b = b if b.dtype == x.dtype.element_ty else rounded(b.to(tl.float32), x.dtype.element_ty)
+                if HALVES:
+                    b_odd = rounded(b_odd.to(tl.float32), x.dtype.element_ty)
             if IN_GROUPS:
                 at = rn.to(tl.int64) * groups + k // group_size
                 factor = tl.load(scale + at, mask=rn < N, other=0.0).to(tl.float32)
                 if INT8_X:
-                    part = dot_int8(a, tl.trans(b), tl.zeros((BM, BN), tl.int32)).to(tl.float32)
+                    part = dot_int8(a, tl.trans(b), tl.zeros((BM, BN), tl.int32))
+                    if HALVES:
+                        part = dot_int8(a_odd, tl.trans(b_odd), part)
+                    part = part.to(tl.float32)
                     row = tl.load(xs + rm.to(tl.int64) * groups + k // group_size, mask=rm < M, other=0.0)
                     sums = tl.fma(part * row[:, None], tl.broadcast_to(factor[None, :], (BM, BN)), sums)
                     if zero is not None or minimum is not None:
@@ -171,18 +192,29 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
                             below = factor * LEAST_CODE - least
                         else:
                             below = 0.0 - tl.load(zero + at, mask=rn < N, other=0).to(tl.float32) * factor
-                        inputs = row * tl.sum(a.to(tl.int32), axis=1).to(tl.float32)
+                        inputs = tl.sum(a.to(tl.int32), axis=1)
+                        if HALVES:
+                            inputs += tl.sum(a_odd.to(tl.int32), axis=1)
+                        inputs = row * inputs.to(tl.float32)
                         sums = tl.fma(tl.broadcast_to(inputs[:, None], (BM, BN)),
                                       tl.broadcast_to(below[None, :], (BM, BN)), sums)  # fmt: skip
                 else:
                     part = dot(a, tl.trans(b), tl.zeros((BM, BN), tl.float32))
+                    if HALVES:
+                        part = dot(a_odd, tl.trans(b_odd), part)
                     sums = tl.fma(part, tl.broadcast_to(factor[None, :], (BM, BN)), sums)
             elif INT8_X:
                 sums = dot_int8(a, tl.trans(b), sums)
                 if OFFSET:
                     columns += tl.sum(b.to(tl.int32), axis=1)
+                if HALVES:
+                    sums = dot_int8(a_odd, tl.trans(b_odd), sums)
+                    if OFFSET:
+                        columns += tl.sum(b_odd.to(tl.int32), axis=1)
             else:
                 sums = dot(a, tl.trans(b), sums)
+                if HALVES:
+                    sums = dot(a_odd, tl.trans(b_odd), sums)
         total = total + sums if SEGMENTS > 1 and not SPLIT else sums
     if OFFSET:
         total = total - input_offset * columns[None, :]
@@ -249,6 +281,7 @@ class Form(NamedTuple):
     STATIC: bool
     OFFSET: bool
     LEAST_CODE: int
+    HALVES: bool
     SEGMENTS: int
     SEGMENT: int
     BK: int
@@ -293,6 +326,7 @@ def form_of(weight: Weight, dtype: torch.dtype) -> Form | None:
         STATIC=bool(weight.input_scale),
         OFFSET=bool(weight.input_offset),
         LEAST_CODE=LEAST.get(weight.kind, 0),
+        HALVES=weight.kind == "int4" and weight.k % 2 == 0 and block >= (64 if int8_x else 32),
         SEGMENTS=max(1, -(-weight.k // length)),
         SEGMENT=length,
         BK=block,
@@ -333,9 +367,10 @@ def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize(
-    x: torch.Tensor, size: int, static_scale: float = 0.0, offset: int = 0
+    x: torch.Tensor, size: int, static_scale: float = 0.0, offset: int = 0, halves: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K], each group of `size` columns by its largest or by the static scale -> (int8 [M, K], float32 [M, G])."""
+    """x [M, K], each group of `size` columns by its largest or by the static scale -> (int8 [M, K], float32 [M, G]).
+    `halves`: of the codes the even columns come first, then the odd ones."""
     rows, columns = x.shape
     groups = max(1, -(-columns // size))
     q = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
@@ -343,8 +378,8 @@ def quantize(
     x = x if x.stride(-1) == 1 else x.contiguous()
     launch(
         quantize_rows, (rows, groups), x, q, scales, columns, groups, x.stride(0), float(static_scale), offset,
-        SIZE=size, AT_ONCE=min(_MOST_AT_ONCE, power_of_two(size)), STATIC=static_scale > 0, device=x.device,
-        num_warps=4,
+        SIZE=size, AT_ONCE=min(_MOST_AT_ONCE, power_of_two(size)), STATIC=static_scale > 0, HALVES=halves,
+        device=x.device, num_warps=4,
     )  # fmt: skip
     return q, scales
 
@@ -364,7 +399,9 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     scales = None
     if form.INT8_X:
         size = weight.group_size if form.IN_GROUPS else weight.k
-        rows, scales = quantize(rows, size, weight.input_scale, weight.input_offset)
+        rows, scales = quantize(rows, size, weight.input_scale, weight.input_offset, form.HALVES)
+    elif form.HALVES:
+        rows = rows.reshape(len(rows), -1, 2).transpose(1, 2).reshape(len(rows), -1)
     out = torch.empty(len(rows), weight.n, dtype=x.dtype, device=x.device)
     if len(rows):
         multiply(rows, scales, weight, form, out)
