@@ -159,13 +159,13 @@ def _finish(most, total, out, sinks, heads):
 
 @triton.jit
 def attend(q, q_rope, keys, values, out, parts, maxima, totals, ends, block_table, starts, lengths, sinks, slopes,
-           static, scale, soft_cap, window, chunk, block_size, q_n, q_h, rope_n, rope_h, keys_h, keys_s, values_h, values_s,
-           table_r, heads, lines_in_all, static_part, static_h, GROUP: tl.constexpr, SIZE: tl.constexpr,
+           static, scale, soft_cap, window, chunk, block_size, q_n, q_h, rope_n, rope_h, keys_h, keys_s, values_h,
+           values_s, table_r, heads, lines_in_all, static_part, static_h, GROUP: tl.constexpr, SIZE: tl.constexpr,
            VALUE_SIZE: tl.constexpr, ROPE: tl.constexpr, LANES: tl.constexpr, VALUE_LANES: tl.constexpr,
            ROPE_LANES: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr,
            SPLIT: tl.constexpr, SEGMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Lines of one batch row that share keys. SPLIT: one segment, whose results are stored by themselves; `ends` gets how
-    many segments each token has."""
+    """Lines of one batch row that share keys. SPLIT: one segment, whose results are stored by themselves; `ends` gets
+    how many segments each token has."""
     row = tl.program_id(1)
     kv = tl.program_id(2) if not SPLIT else tl.program_id(2) % (heads // GROUP)
     start = tl.load(starts + row)

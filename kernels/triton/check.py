@@ -9,8 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 import triton
+from llm.base import system
 from llm.forward import AttentionMetadata, KVCacheSpec, LatentCacheSpec
 from llm.kernels.backend import Operation, definition
 from llm.kernels.lora import LoraTerm, LoraTerms
@@ -32,6 +38,8 @@ logger = logging.getLogger("llm")
 # The largest error, as a share of the largest value.
 ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 _BLOCK_SIZE = 16
+# Each has a context of the device, of some hundred MB.
+_MOST_PROCESSES = 8
 # Of logits, which are float32 whatever the activations are.
 _FLOAT32 = {"log_softmax", "argmax", "gather_logprobs", "block_sums", "draw_nucleus", "select_experts"}
 
@@ -355,6 +363,32 @@ def _moved(item: Any, device: torch.device | None) -> Any:
     return item
 
 
+def found_here(operation: Operation, name: str, device: torch.device) -> str:
+    """Where the operation differs from its definition, in any type of activations; "": nowhere."""
+    return next(filter(None, (disagreement(name, operation, device, dtype) for dtype in ALLOWED)), "")
+
+
+_CHILD = """
+import json, sys
+sys.path[:], name, device = json.loads(sys.argv[1])
+import torch
+from llm.kernels.triton.backend import kernel
+from llm.kernels.triton.check import found_here
+print(json.dumps(found_here(kernel(name), name, torch.device(device))))
+"""
+
+
+def found_apart(name: str, device: torch.device) -> str:
+    """`found_here` of a kernel in a process of its own: one that reads what it must not ends its process's use of the
+    device. Several at a time also compile sooner."""
+    argument = json.dumps([[entry or os.getcwd() for entry in sys.path], name, str(device)])
+    done = subprocess.run([sys.executable, "-c", _CHILD, argument], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return str(json.loads(done.stdout.splitlines()[-1]))
+    said = done.stderr.strip().splitlines()
+    return f"its process ended with {done.returncode}: {said[-1] if said else ''}"
+
+
 # --- Remembering. ---
 
 
@@ -370,10 +404,11 @@ def agreeing(
     missing = [name for name in kernels if name not in found]
     if missing:
         logger.warning("%s kernels are compared with PyTorch's operations on this device, once", len(missing))
-        types = (torch.float32, torch.bfloat16)
-        for name in missing:
-            each = (disagreement(name, kernels[name], device, dtype) for dtype in types)
-            found[name] = next(filter(None, each), "")
+        if device.type == "cuda":
+            with ThreadPoolExecutor(min(_MOST_PROCESSES, len(system.cores()))) as pool:
+                found |= zip(missing, pool.map(partial(found_apart, device=device), missing), strict=True)
+        else:
+            found |= {name: found_here(kernels[name], name, device) for name in missing}
         _remember(folder, device, found)
     wrong = {name: found[name] for name in kernels if found[name]}
     for name, why in wrong.items():

@@ -120,8 +120,8 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
 
     IN_GROUPS: the sum of each block of K is scaled by itself; VALUES: codes become values before the product; WHOLE:
     the whole sum is scaled. SPLIT: one segment of `SEGMENT` columns, whose sums go to y [SEGMENTS, M, N]. OFFSET: of
-    static int8 activations. xs: scales of rows, of int8 activations. HALVES: x has all even columns, then the odd ones, as
-    the low and the high nibbles of int4 are: each half has a product of its own, and no nibble has to move.
+    static int8 activations. xs: scales of rows, of int8 activations. HALVES: x has all even columns, then the odd
+    ones, as the low and the high nibbles of int4 are: each half has a product of its own, and no nibble has to move.
     """
     tiles_n = tl.cdiv(N, BN)
     # Eight tiles of rows share the tiles of the weight that the cache has.

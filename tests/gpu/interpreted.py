@@ -110,6 +110,11 @@ def test_a_kernel_that_disagrees_is_left_out_and_the_finding_is_kept(tmp_path: P
     assert TritonBackend(used, "a test asked for it").source("argmax") == "PyTorch"
 
 
+def test_a_kernel_is_compared_in_a_process_of_its_own() -> None:
+    assert check.found_apart("argmax", CPU) == ""
+    assert check.found_apart("unknown", CPU) == "its process ended with 1: KeyError: 'unknown'"
+
+
 # --- Arithmetic. ---
 
 

@@ -12,16 +12,16 @@ import argparse
 import gc
 import json
 import logging
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from llm.kernels.triton.backend import kernel, kernel_names  # noqa: E402
 from llm.kernels.weight import Weight  # noqa: E402
 
 NAME, DEVICE = "cuda", torch.device("cuda", 0)
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (tiny model, arguments of LLM): a dense one, windows and caps, experts, latent attention, states, and schemes.
 MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama", {}),
@@ -100,20 +99,15 @@ class Report:
 # --- Kernels. ---
 
 
-def disagreement(name: str, dtype: torch.dtype) -> str:
-    return check.disagreement(name, kernel(name), DEVICE, dtype)
-
-
 def kernels(report: Report) -> None:
     """Each kernel beside its definition, in each type, a row alone beside it in the batch. Most of it is compiling, so
     several processes do it."""
-    started, tasks = time.perf_counter(), [(name, dtype) for name in kernel_names() for dtype in TYPES]
-    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(disagreement, *task): task for task in tasks}
+    started = time.perf_counter()
+    with ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
+        futures = {pool.submit(check.found_apart, name, DEVICE): name for name in kernel_names()}
         for future in as_completed(futures):
-            name, dtype = futures[future]
             found = future.result()
-            report.say("kernels", f"{name}, {str(dtype)[6:]}", found or "agrees", bool(found))
+            report.say("kernels", futures[future], found or "agrees", bool(found))
     report.say("kernels", "seconds", f"{time.perf_counter() - started:.0f}")
 
 
@@ -193,9 +187,25 @@ def models(report: Report, folder: Path) -> None:
 # --- Speed. ---
 
 
-def seconds_of(call: Callable[[], object], least: float = 0.2) -> float:
-    """Median seconds of a call on the device, after two to warm up."""
-    return triton.testing.do_bench(call, warmup=50, rep=int(least * 1000), return_mode="median") / 1000
+def seconds_of(*calls: Callable[[], object], repeats: int = 4) -> float:
+    """Median seconds of one of the calls in a CUDA graph of them, as steps are computed. Each has operands of its own,
+    so that none finds them in the cache."""
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for call in calls:
+                call()
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1000 / (repeats * len(calls)))
+    return sorted(times)[2]
 
 
 def limits(report: Report) -> tuple[float, float]:
@@ -238,20 +248,22 @@ def kernel_ops() -> Any:
     return pytorch("a measurement", DEVICE).ops
 
 
+# Of each matrix: together they are larger than any cache.
+_COPIES = 6
+
+
 def products(report: Report, bandwidth: float) -> None:
     """GEMMs of an 8B model: few rows against memory, many against cuBLAS in bf16."""
     linear = kernel("linear")
     for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
-        exact = torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16)
+        exact = torch.randn(_COPIES, n, k, device=DEVICE, dtype=torch.bfloat16)
         for kind in ("bf16", "w8a8", "w8a16", "w4a16", "w4a8"):
-            weight, said = packed(n, k, kind), []
+            weights, said = [packed(n, k, kind) for _ in range(_COPIES)], []
             stored = {"bf16": 2.0, "w8a8": 1.0, "w8a16": 1.0, "w4a16": 0.5625, "w4a8": 0.53125}[kind] * n * k
             for m in (1, 32, 256, 2048):
                 x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
-                taken, theirs = (
-                    seconds_of(lambda x=x, w=weight: linear(x, w), 0.05),
-                    seconds_of(lambda x=x, w=exact: x @ w.T, 0.05),
-                )
+                taken = seconds_of(*(partial(linear, x, weight) for weight in weights))
+                theirs = seconds_of(*(partial(torch.nn.functional.linear, x, weight) for weight in exact))
                 share = f"{stored / taken / bandwidth:.2f} of memory, " if m <= 32 else ""
                 said.append(f"{m}: {taken * 1e6:.0f} us ({share}{theirs / taken:.2f} of cuBLAS bf16)")
             report.say("products", f"{kind} {n}x{k}", "; ".join(said))
