@@ -29,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
-import triton  # noqa: E402
 
 from llm import LLM, SamplingParams  # noqa: E402
 from llm.kernels.triton import check  # noqa: E402
