@@ -1,9 +1,10 @@
 """`AsyncLLM`: an `LLM` for asyncio, as vLLM's engine of that name, and the thread that runs its requests.
 
-Tokenizing, steps and decoding run in the thread; event loops only hand over requests and take outputs. An output is
-made when its caller has taken the last one, so that a slow caller gets fewer and longer ones; and where many callers
-are told at each of many short steps, not at every step, so that telling takes a small share of the time. Beginnings and
-ends are told at once.
+Tokenizing, steps and decoding run in the thread; event loops only hand over requests and take outputs. What may take
+longer than a step, long prompts and what constrains answers, is read by other threads beside the steps: no request
+waits until another's is read. An output is made when its caller has taken the last one, so that a slow caller gets
+fewer and longer ones; and where many callers are told at each of many short steps, not at every step, so that telling
+takes a small share of the time. Beginnings and ends are told at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,6 +48,11 @@ from llm.sampling_params import RequestOutputKind, SamplingParams
 _PAUSE = 48.0
 _LONGEST_PAUSE = 0.1
 _FEW = 4
+# Prompts of more characters or tokens, and chats of more messages, are read by other threads.
+_LONG = 1 << 16
+_MANY_MESSAGES = 256
+_MANY_WORDS = 64
+_READERS = 2
 PAUSES = ("abort", "wait", "keep")
 _SHUT_DOWN = "this AsyncLLM is shut down; make a new one."
 _LOST = "the request was dropped because another call on its LLM failed; start it again."
@@ -317,6 +324,7 @@ class Call:
         outputs: those that were not taken yet; the last may be the error that ended the request.
         changed: set in the caller's loop when `outputs` has grown.
         request, is_aborted: the engine thread's; `request` is None until it is in the engine.
+        made: of a long one, what another thread has made of it: what queues it, or what is wrong with it.
     """
 
     request_id: str
@@ -331,6 +339,23 @@ class Call:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     request: OngoingRequest | PooledRequest | None = None
     is_aborted: bool = False
+    made: Made | Exception | None = None
+
+    def is_long(self) -> bool:
+        """Whether reading it may take longer than a step."""
+        given = self.prompt
+        if isinstance(given, ChatPrompt):
+            listed = list(given.messages) if isinstance(given.messages, list | tuple) else []
+            if given.options.tools or len(listed) > _MANY_MESSAGES or _num_letters(listed) > _LONG:
+                return True
+        elif isinstance(given, Mapping):
+            given = given.get("prompt") or given.get("prompt_token_ids")
+        if isinstance(given, str | list | tuple) and len(given) > _LONG:
+            return True
+        params = self.params if isinstance(self.params, SamplingParams) else None
+        return params is not None and (
+            params.structured_outputs is not None or len(params.bad_words or ()) > _MANY_WORDS
+        )
 
     async def next_output(self) -> Any:
         """The next output; raises the error that ended the request."""
@@ -341,6 +366,17 @@ class Call:
         if isinstance(output, Exception):
             raise output
         return output
+
+
+Made = tuple[Row, Callable[[Engine, Row], OngoingRequest | PooledRequest]]
+
+
+def _num_letters(messages: Sequence[object]) -> int:
+    """Of a conversation's texts."""
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    texts = [*contents, *(part.get("text") for part in parts if isinstance(part, Mapping))]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 class EngineThread:
@@ -361,8 +397,10 @@ class EngineThread:
         self._waiting: dict[Call, None] = {}  # not in the engine yet, in order
         self._is_stopped = False  # the thread is to end
         self._thread: threading.Thread | None = None
+        self._readers: ThreadPoolExecutor | None = None
         tell_of_forks(self)
         # The engine thread's own.
+        self._reading: dict[Call, None] = {}  # long ones that are not in the engine yet
         self._paused: str | None = None  # one of `PAUSES`
         self._held: list[Call] = []  # that came meanwhile
         self._pausing: list[tuple[bool, Callable[[], None]]] = []  # (clear the prefix cache, tell that it is done)
@@ -371,10 +409,13 @@ class EngineThread:
         self._tell_at = 0.0  # what is neither a beginning nor an end
 
     def submit(self, calls: Sequence[Call]) -> None:
-        """Queue requests, which start in one step if there is room."""
+        """Queue requests, which start in one step if there is room; long ones when they have been read."""
         self._waiting.update(dict.fromkeys(calls))
+        long = [call for call in calls if call.is_long()]
         try:
-            self._post(*(partial(self._admit, call) for call in calls), start=True)
+            self._post(
+                *(partial(self._read_apart if call in long else self._admit, call) for call in calls), start=True
+            )
         except Exception as error:  # the system has no more threads
             self._fail(error)
         if self.ended is not None:
@@ -410,6 +451,8 @@ class EngineThread:
         # The garbage collector may call this in the thread itself.
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        if self._readers is not None:
+            self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _post(self, *commands: Callable[[Engine], None], start: bool = False) -> None:
         with self._changed:
@@ -424,8 +467,8 @@ class EngineThread:
     def after_fork(self) -> None:
         """In a forked child, which has neither the thread nor the callers that its requests are for."""
         self._changed = threading.Condition()
-        self._thread = None
-        self._commands, self._waiting = [], {}
+        self._thread, self._readers = None, None
+        self._commands, self._waiting, self._reading = [], {}, {}
         live, self._live = [*self._live.values()], {}
         self._llm._drop(*(call.request.state for call in live if call.request is not None))
 
@@ -494,7 +537,8 @@ class EngineThread:
 
     def _admit(self, call: Call, engine: Engine) -> None:
         """Tokenize and queue a prompt. What is wrong with it is told to its caller alone."""
-        if call not in self._waiting:  # a failure has ended it
+        self._reading.pop(call, None)
+        if call not in self._waiting:  # a failure has ended it, or its caller
             return
         if self._paused is not None:
             self._held.append(call)
@@ -503,7 +547,10 @@ class EngineThread:
             if call.request_id in self._live:
                 problem = f"request_id must be the id of no unfinished request, got {call.request_id!r}."
                 raise ValidationError(problem, parameter="request_id", value=call.request_id)
-            row, queue = self._row(call)
+            made = self._row(call) if call.made is None else call.made
+            if isinstance(made, Exception):
+                raise made
+            row, queue = made
             give_adapters(engine, [row], call.lora_request)
             give_priority([row], call.priority)
         except Exception as error:
@@ -514,7 +561,7 @@ class EngineThread:
         self._live[call.request_id] = call
         del self._waiting[call]
 
-    def _row(self, call: Call) -> tuple[Row, Callable[[Engine, Row], OngoingRequest | PooledRequest]]:
+    def _row(self, call: Call) -> Made:
         """The row of a prompt or a conversation, and what queues it."""
         if call.pools:
             pooling = PoolingCall(self._llm, call.params, False, call.lora_request, call.tokenization_kwargs)
@@ -534,14 +581,35 @@ class EngineThread:
             raise row.error
         return row, partial(_queue, read=None if asked is None else asked.read_one)
 
+    def _read_apart(self, call: Call, engine: Engine) -> None:
+        """Have the row of a long request made by a thread of its own."""
+        if call not in self._waiting:  # its caller has left
+            return
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="llm-read")
+        self._reading[call] = None
+        try:
+            self._readers.submit(self._read, call)
+        except RuntimeError:  # the system has no more threads
+            self._admit(call, engine)
+
+    def _read(self, call: Call) -> None:
+        try:
+            if call in self._waiting:
+                call.made = self._row(call)
+        except BaseException as error:
+            call.made = error.with_traceback(None) if isinstance(error, Exception) else _of_caller(error)
+        self._post(partial(self._admit, call))
+
     def _abort(self, request_id: str, engine: Engine) -> None:
         call = self._live.get(request_id)
         if call is not None and call.request is not None:
             call.is_aborted = True
             engine.abort([call.request.state])
-        for held in [held for held in self._held if held.request_id == request_id and held in self._waiting]:
-            del self._waiting[held]
-            _answer([(held, LLMError("the request was aborted before it started, while generation was paused."))])
+        for own in [own for own in (*self._held, *self._reading) if own.request_id == request_id]:
+            if own in self._waiting:
+                del self._waiting[own]
+                _answer([(own, LLMError("the request was aborted before it started."))])
 
     def _drop(self, call: Call, engine: Engine) -> None:
         if self._live.get(call.request_id) is call and call.request is not None:

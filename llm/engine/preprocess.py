@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -48,7 +49,7 @@ class RowNumbers(NamedTuple):
 
 
 class Preprocessor:
-    """Turns prompts and params into rows.
+    """Turns prompts and params into rows; several threads may ask it to at once.
 
     Args:
         tokenizer: None when the engine was built with `skip_tokenizer_init=True`.
@@ -68,7 +69,7 @@ class Preprocessor:
         self.logits_processors: Sequence[type[LogitsProcessor]] = ()
         self.reasoning: ReasoningConfig | None = None
         self.images: PromptImages | None = None
-        self._calls = 0
+        self._call_numbers = count()
 
     def rows(
         self, prompts: object, params: object, default: Callable[[], SamplingParams], tokenization_kwargs: object = None
@@ -122,8 +123,7 @@ class Preprocessor:
 
     def new_call(self) -> RowNumbers:
         """Of the prompts of a new call; rows without a seed derive theirs from its number."""
-        self._calls += 1
-        return RowNumbers(self._calls - 1, 0)
+        return RowNumbers(next(self._call_numbers), 0)
 
     def _own_params(
         self, given: SamplingParams, checked: dict[int, SamplingParams | ValidationError]

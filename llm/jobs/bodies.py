@@ -29,7 +29,7 @@ _OF_CHAT = (
     *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", "tool_choice"),
     *("parallel_tool_calls", "reasoning_effort", *_CHAT),
 )
-_OF_COMPLETIONS = ("prompt", "logprobs")
+_OF_COMPLETIONS = ("prompt", "logprobs", "response_format")
 # Said by clients, and without effect on an answer.
 _NO_EFFECT = (
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -84,6 +84,7 @@ def sampling_fields(body: Mapping[str, object], is_chat: bool) -> tuple[JsonObje
     if not is_chat:
         if "logprobs" in body:
             fields["logprobs"] = body["logprobs"]
+        _constrain(fields, {"response_format": _structured(body.get("response_format"))})
         return fields, {}, _one_prompt(body["prompt"])
     if "max_completion_tokens" in body:
         if body.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
@@ -93,11 +94,17 @@ def sampling_fields(body: Mapping[str, object], is_chat: bool) -> tuple[JsonObje
         fields["max_tokens"] = body["max_completion_tokens"]
     if "logprobs" in body or body.get("top_logprobs"):
         fields["logprobs"] = _num_logprobs(body)
-    request = {
-        "structured_outputs": fields.pop("structured_outputs", None),
+    others = {
         "response_format": _structured(body.get("response_format")),
         "tool_choice": chosen_tools(body)[0].forces or None,
     }
+    _constrain(fields, others)
+    return fields, chat_arguments(body), body["messages"]
+
+
+def _constrain(fields: JsonObject, others: Mapping[str, object]) -> None:
+    """Make of `others`, and of `structured_outputs` itself, the one constraint that there may be."""
+    request = {"structured_outputs": fields.pop("structured_outputs", None), **others}
     constraints = {name: value for name, value in request.items() if value is not None}
     if len(constraints) > 1:
         first, second = list(constraints)[:2]
@@ -107,7 +114,6 @@ def sampling_fields(body: Mapping[str, object], is_chat: bool) -> tuple[JsonObje
     if constraints:
         (given_one,) = constraints.values()
         fields["structured_outputs"] = None if given_one is True else given_one  # the call is the constraint
-    return fields, chat_arguments(body), body["messages"]
 
 
 def check_fields(body: Mapping[str, object], known: Sequence[str], neutral: Mapping[str, tuple[object, ...]]) -> None:

@@ -11,6 +11,7 @@ import codecs
 import functools
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel
 
 from llm.base.checks import refuse
+from llm.base.locks import renewed_in_children
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
 from llm.errors import CheckpointError, OutOfMemoryError, ValidationError
@@ -411,6 +413,9 @@ class TokenizerDefinition:
 class FastBackend:
     """A tokenizer of the tokenizers library: tokenizer.json, unless it is given.
 
+    Several threads encode with it at once, so that nothing may change its settings: that would cut the texts of others,
+    and wait for their end with Python's lock held.
+
     Raises:
         CheckpointError: the file cannot be read, or its rules fail on a text (a regular expression that never ends).
     """
@@ -423,6 +428,8 @@ class FastBackend:
         tokenizer.no_padding()
         self.fast: FastTokenizer | None = tokenizer
         self.tokenizer = tokenizer
+        self._cutter: FastTokenizer | None = None
+        self._lock = renewed_in_children(threading.Lock())  # of `_cutter`
 
     @staticmethod
     def _read(path: Path) -> FastTokenizer:
@@ -444,27 +451,35 @@ class FastBackend:
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, texts: list[str], special: bool, cut: Truncation | None = None) -> list[list[int]]:
-        with self._cutting(cut, self.tokenizer.num_special_tokens_to_add(False) if special else 0) as fast:
-            return [encoding.ids for encoding in fast.encode_batch(texts, add_special_tokens=special)]
+        fast = self.tokenizer
+        with refusing_panics(self._folder):
+            if cut is None:
+                return [encoding.ids for encoding in fast.encode_batch(texts, add_special_tokens=special)]
+            room = _check_room(cut, fast.num_special_tokens_to_add(False) if special else 0)
+            found = []
+            for encoding in fast.encode_batch(texts, add_special_tokens=False):
+                encoding.truncate(room, direction=cut.side)
+                found.append(fast.post_process(encoding, None, special).ids)
+            return found
 
     def encode_pairs(
         self, pairs: list[tuple[str, str]], cut: Truncation | None = None
     ) -> list[tuple[list[int], int | None]]:
-        with self._cutting(cut, self.tokenizer.num_special_tokens_to_add(True)) as fast:
+        with self._cutting(cut) as fast, refusing_panics(self._folder):
             return [(encoding.ids, _second(encoding.type_ids)) for encoding in fast.encode_batch(pairs)]
 
     @contextmanager
-    def _cutting(self, cut: Truncation | None, special: int) -> Iterator[FastTokenizer]:
-        """The tokenizer, which cuts texts during a call; `special`: tokens that it adds to each."""
-        fast = self.tokenizer
-        if cut is not None:
-            _check_room(cut, special)
-            fast.enable_truncation(cut.limit, direction=cut.side)
-        try:
-            with refusing_panics(self._folder):
-                yield fast
-        finally:
-            fast.no_truncation()
+    def _cutting(self, cut: Truncation | None) -> Iterator[FastTokenizer]:
+        """The tokenizer; one that cuts pairs of texts is another, for one call at a time."""
+        if cut is None:
+            yield self.tokenizer
+            return
+        _check_room(cut, self.tokenizer.num_special_tokens_to_add(True))
+        with self._lock:
+            if self._cutter is None:
+                self._cutter = FastTokenizer.from_str(self.tokenizer.to_str())
+            self._cutter.enable_truncation(cut.limit, direction=cut.side)
+            yield self._cutter
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         try:
@@ -506,6 +521,7 @@ class HuggingFaceBackend:
                 "tokenizer.json there, pass tokenizer=, or use skip_tokenizer_init=True with token ids."
             ) from error
         self.fast: FastTokenizer | None = getattr(self.tokenizer, "backend_tokenizer", None)
+        self._lock = renewed_in_children(threading.Lock())  # a call changes the tokenizer's settings
 
     def vocab_size(self) -> int:
         return len(self.tokenizer)
@@ -514,16 +530,16 @@ class HuggingFaceBackend:
         if not texts:
             return []
         options: dict[str, object] = {"add_special_tokens": special}
-        side = self.tokenizer.truncation_side
         if cut is not None:
             _check_room(cut, self.tokenizer.num_special_tokens_to_add() if special else 0)
             options |= {"truncation": True, "max_length": cut.limit}
-            self.tokenizer.truncation_side = cut.side
-        try:
-            with refusing_panics(self._folder):
+        with self._lock, refusing_panics(self._folder):
+            side = self.tokenizer.truncation_side
+            self.tokenizer.truncation_side = side if cut is None else cut.side
+            try:
                 return [list(ids) for ids in self.tokenizer(texts, **options)["input_ids"]]
-        finally:
-            self.tokenizer.truncation_side = side
+            finally:
+                self.tokenizer.truncation_side = side
 
     def encode_pairs(
         self, pairs: list[tuple[str, str]], cut: Truncation | None = None
@@ -532,7 +548,7 @@ class HuggingFaceBackend:
         if cut is not None:
             _check_room(cut, self.tokenizer.num_special_tokens_to_add(pair=True))
             options |= {"truncation": True, "max_length": cut.limit}
-        with refusing_panics(self._folder):
+        with self._lock, refusing_panics(self._folder):
             found = self.tokenizer([first for first, _ in pairs], [second for _, second in pairs], **options)
         types = found.get("token_type_ids") or [[]] * len(pairs)
         return [(list(ids), _second(kinds)) for ids, kinds in zip(found["input_ids"], types, strict=True)]
@@ -556,10 +572,12 @@ def _second(types: list[int]) -> int | None:
     return types.index(1) if 1 in types else None
 
 
-def _check_room(cut: Truncation, special: int) -> None:
+def _check_room(cut: Truncation, special: int) -> int:
+    """How many other tokens there is room for beside `special` ones."""
     if cut.limit < special:
         right = f"at least {special}, as many as the tokenizer adds special tokens"
         refuse("the number of tokens that tokenization_kwargs cuts to", cut.limit, right)
+    return cut.limit - special
 
 
 def definition_of(fast: FastTokenizer, folder: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +27,7 @@ import llm
 from llm import SamplingParams
 from llm.errors import CheckpointError, ValidationError
 from llm.text import tokenizer as tokenizer_module
-from llm.text.tokenizer import TextStream, Tokenizer, _TokenBytes
+from llm.text.tokenizer import TextStream, Tokenizer, Truncation, _TokenBytes
 
 TINY = Path(llm.__file__).parent / "assets" / "tiny"
 CORPUS = ["the quick brown fox", "你好世界 你好吗", "🙂🙃🙂 👩‍👩‍👧 e\u0301 naïve", "the fox, the fox's 好 🙂"]
@@ -319,6 +320,31 @@ def test_a_tokenizer_without_tokenizer_json_is_read_by_transformers() -> None:
         assert from_files.encode_rendered([text]) == fast.encode_rendered([text])
     assert loaded("byt5").encode_rendered(["é"]) == [[0xC3 + 3, 0xA9 + 3]]
     assert loaded("byt5").encode([]) == []
+
+
+def test_texts_are_cut_in_one_thread_and_not_in_another() -> None:
+    """The cut of one call changes no setting that another call, at the same time, depends on."""
+    tokenizer, text = Tokenizer(TINY), "In the beginning God created the heaven and the earth. " * 20
+    whole, pair = tokenizer.encode([text])[0], tokenizer.encode_pairs([(text, text)])[0]
+    cut, ends = Truncation(9, "left"), threading.Event()
+    wrong: list[object] = []
+
+    def cuts() -> None:
+        while not ends.is_set():
+            if (
+                len(tokenizer.encode([text], cut)[0]) != 9
+                or len(tokenizer.encode_pairs([(text, text)], cut)[0][0]) != 9
+            ):
+                wrong.append("cut")
+
+    thread = threading.Thread(target=cuts)
+    thread.start()
+    for _ in range(200):
+        if tokenizer.encode([text])[0] != whole or tokenizer.encode_pairs([(text, text)])[0] != pair:
+            wrong.append("whole")
+    ends.set()
+    thread.join()
+    assert not wrong
 
 
 @pytest.mark.parametrize("what", ["truncation", "padding"])

@@ -12,9 +12,11 @@ from typing import Any
 import images
 import pytest
 import torch
+from starlette.testclient import TestClient
 
-from llm import LLM, BeamSearchParams, SamplingParams
+from llm import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from llm.errors import ValidationError
+from llm.tools.serve.app import Endpoint
 
 pytest.importorskip("PIL")
 # Plain, of tiles and a row's own tokens, of three positions, with DeepStack, and with spans that see both ways.
@@ -255,3 +257,33 @@ def test_the_tower_is_read_with_the_first_picture_and_features_are_kept(folder: 
         first = ask(llm, PICTURE)
         rows.tower.features = None  # the second answer computes none
         assert ask(llm, PICTURE) == first
+
+
+def test_an_endpoint_reads_pictures_as_data(llm: LLM) -> None:
+    """A client's URLs lead to no network, and to no file but those that may be read."""
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+
+    def sent(image: object) -> dict[str, object]:
+        parts = [{"type": "image_url", "image_url": image}, {"type": "text", "text": "What is it?"}]
+        return {"messages": [{"role": "user", "content": parts}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+    part = {"type": "image_pil", "image_pil": PICTURE}
+    conversation: Any = [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
+    (expected,) = llm.chat(conversation, SHORT, use_tqdm=False)
+    endpoint = Endpoint(AsyncLLM(llm), ("eyes",))
+    with TestClient(endpoint.app(), base_url="http://localhost") as client:
+        for image in ({"url": url}, {"url": url, "detail": "auto"}, {"url": "file://a.png"}):
+            found = client.post("/v1/chat/completions", json=sent(image)).json()
+            assert found["choices"][0]["message"]["content"] == expected.outputs[0].text, found
+            assert found["usage"]["prompt_tokens"] == len(expected.prompt_token_ids or ())
+        for image, said in (
+            ({"url": "https://example.org/a.png"}, "nothing is fetched"),
+            ({"url": "file:///etc/hostname"}, "not below allowed_local_media_path"),
+            ({"url": "../../etc/hostname"}, "not below allowed_local_media_path"),
+            ({"url": url[:-40]}, "cannot be decoded"),
+            ({"url": 5}, "must be a string"),
+            (None, "must have the image"),
+        ):
+            response = client.post("/v1/chat/completions", json=sent(image))
+            assert response.status_code == 400 and said in response.json()["error"]["message"], image
+        assert endpoint.num_running == 0

@@ -8,10 +8,12 @@ import json
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,11 @@ from transformers import AutoModelForCausalLM
 
 import llm as package
 from llm import LLM, AsyncLLM, SamplingParams, ValidationError
+from llm.cli import main
 from llm.inputs import LoRARequest
 from llm.outputs import Counter, Gauge, Histogram
-from llm.tools.serve.app import Endpoint, Limits, metrics_text
+from llm.tools.serve import uvicorn_server
+from llm.tools.serve.app import Endpoint, Limits, Refused, _object, metrics_text
 
 PROMPT = "In the beginning"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12}
@@ -188,6 +192,68 @@ def test_answers_are_parsed_and_functions_called(client: openai.OpenAI, llm: LLM
     assert streamed.function.arguments == call.function.arguments and final.choices[0].finish_reason == "tool_calls"
 
 
+def test_the_ids_of_calls_are_no_others_of_the_conversation() -> None:
+    """An agent that keeps a history pairs results with calls by these."""
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    call = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    history = [{"role": "assistant", "content": "", "tool_calls": [{"id": "call00006", **call}, {"id": "x9", **call}]}]
+    path, wanted = "/v1/chat/completions", {"tools": [WEATHER], "tool_choice": "required", "temperature": 0}
+    with open_llm(max_model_len=512, chat_template=template) as own, opened(own) as inside:
+        for messages, expected in ((ASK, "call00000"), ([*ASK, *history, *ASK], "call00007")):
+            sent = {**wanted, "messages": messages}
+            found = inside.post(path, json=sent).json()
+            assert found["choices"][0]["message"]["tool_calls"][0]["id"] == expected, found
+            events = inside.post(path, json={**sent, "stream": True}).text
+            assert events.count(f'"id":"{expected}"') == 1
+
+
+def test_a_completion_by_a_schema(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"years": {"type": "integer"}}, "required": ["years"]}
+    form = {"type": "json_schema", "json_schema": {"name": "king", "schema": {**schema, "additionalProperties": False}}}
+    given: Any = {**GREEDY, "max_tokens": 40, "prompt": PROMPT}
+    text = client.completions.create(**given, extra_body={"response_format": form}).choices[0].text
+    assert json.loads(text).keys() == {"years"}
+    both = {"response_format": form, "structured_outputs": {"choice": ["a"]}}
+    with pytest.raises(openai.BadRequestError, match="structured_outputs must be left out where response_format"):
+        client.completions.create(**given, extra_body=both)
+
+
+def test_a_request_that_takes_long_to_read_keeps_nobody_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a huge schema: others are answered meanwhile, and who leaves is forgotten."""
+    compiler, goes_on, has_begun = llm._preprocessor._structures, threading.Event(), threading.Event()
+    compiled = compiler._compile
+
+    def slowly(kind: str, value: Any) -> Any:
+        has_begun.set()
+        assert goes_on.wait(60)
+        return compiled(kind, value)
+
+    monkeypatch.setattr(compiler, "_compile", slowly)
+    slow = {"prompt": PROMPT, "max_tokens": 8, "structured_outputs": {"choice": ["heaven", "and", "earth"]}}
+
+    async def ask() -> list[httpx.Response]:
+        endpoint = Endpoint(AsyncLLM(llm), ("tiny",))
+        transport = httpx.ASGITransport(endpoint.app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as own:
+            first = asyncio.ensure_future(own.post("/v1/completions", json=slow))
+            while not has_begun.is_set():
+                await asyncio.sleep(0.01)
+            second = asyncio.ensure_future(own.post("/v1/completions", json={**slow, "max_tokens": 9}))
+            await asyncio.sleep(0.05)
+            second.cancel()
+            other = await own.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})
+            assert not first.done() and other.status_code == 200
+            goes_on.set()
+            found = [await first, other]
+        assert endpoint.num_running == 0
+        endpoint.engine.shutdown()
+        return found
+
+    first, _ = asyncio.run(ask())
+    assert first.json()["choices"][0]["text"] in ("heaven", "and", "earth")
+    assert_idle(llm)
+
+
 def test_many_clients_at_once(url: str, llm: LLM) -> None:
     expected = [output.outputs[0].text for output in run(llm, [f"{PROMPT} {i}" for i in range(24)], PARAMS)]
 
@@ -204,6 +270,12 @@ def test_adapters_are_models(client: openai.OpenAI, llm: LLM, adapter: Path) -> 
     found = client.completions.create(prompt=PROMPT, **{**GREEDY, "model": "odd"})
     expected = greedy(llm, lora_request=LoRARequest("odd", 1, str(adapter)))
     assert found.choices[0].text == expected != greedy(llm) and found.model == "odd"
+    named = client.models.retrieve("odd")
+    assert named in list(client.models.list()) and named.model_extra == {
+        **{"root": str(adapter), "parent": "tiny", "max_model_len": 256},
+    }
+    with pytest.raises(openai.NotFoundError, match=r"got 'gpt/5'"):
+        client.models.retrieve("gpt/5")
     with pytest.raises(openai.NotFoundError, match=r"model must be one of 'tiny'.*got 'gpt-5'"):
         client.completions.create(prompt=PROMPT, **{**GREEDY, "model": "gpt-5"})
 
@@ -295,6 +367,7 @@ WRONG: list[tuple[Any, int, str]] = [
     (b"[" * 60_000, 400, "nested too deep"),
     (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400, "must be JSON"),
     (b'{"a": "' + b"x" * 70_000 + b'"}', 413, "at most 65536 bytes"),
+    (b'{"a": [' + b"[]," * 2**15 + b"0]}", 413, "at most 65536 bytes"),
 ]
 
 
@@ -313,7 +386,11 @@ def client_of_limits(llm: LLM) -> Iterator[TestClient]:
 
 def test_other_routes_and_kinds(inside: TestClient) -> None:
     assert inside.post("/v1/completions", content="{}", headers={"Content-Type": "text/plain"}).status_code == 415
-    assert inside.get("/v1/completions").status_code == 405 and inside.get("/docs").status_code == 404
+    wrong = inside.get("/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST") and "asked by POST, got 'GET'" in error_of(
+        wrong
+    )
+    assert "there is no '/docs' here" in error_of(inside.get("/docs"))
     for path in ("/v1/embeddings", "/rerank", "/score", "/v1/classify"):
         assert "this model generates text" in error_of(inside.post(path, json={"input": "x"}))
     assert inside.get("/health").status_code == 200 and inside.get("/version").json()["version"] == package.__version__
@@ -334,8 +411,85 @@ def test_only_who_has_a_key_and_means_this_host(llm: LLM) -> None:
         assert own.get("/health").status_code == 200 and own.get("/metrics").status_code == 401
     with opened(llm, hosts=frozenset({"localhost", "127.0.0.1", "::1"})) as own:
         assert own.get("/v1/models", headers={"Host": "evil.example:80"}).status_code == 421
-        for host in ("localhost", "127.0.0.1:8000", "[::1]:8000"):
+        for host in ("localhost", "LocalHost:1", "127.0.0.1:8000", "[::1]:8000"):
             assert own.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+def test_a_body_of_too_many_values_is_not_read() -> None:
+    """Reading it would take seconds, in which nobody else is answered; texts may have any signs."""
+    lists = b'{"prompt": [' + b"[1]," * 140_000 + b"[1]]}"
+    for data, said in (
+        (lists, "at most 131072 arrays, objects and members, got 140004"),
+        (b'{"prompt": [' + b"1," * 2_200_000 + b"1]}", "at most 2097152 values, got 2200000"),
+    ):
+        with pytest.raises(Refused, match=said):
+            _object(data)
+    text = "[{,:\\" * 500_000
+    assert _object(json.dumps({"prompt": text, "n": None}).encode()) == {"prompt": text}
+
+
+def test_clients_that_do_not_send_or_take_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers, a body and events must come and be taken in time, however few bytes a client sends."""
+    monkeypatch.setattr(uvicorn_server, "HEADER_SECONDS", 0.4)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with package.serve(llm, port=0) as url:
+        port = int(url.rpartition(":")[2])
+        for sent, more, expected in (
+            (b"", b"", b""),
+            (b"GET /health HTTP/1.1\r\nX: ", b"a", b""),
+            (whole, whole[:9], b"HTTP/1.1 200"),  # the second request does not come
+            (whole + b"GET /hea", b"l", b"HTTP/1.1 200"),
+            (head + b"X: " + b"a" * 70_000, b"", b"HTTP/1.1 400"),
+        ):
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as own:
+                started = time.monotonic()
+                own.sendall(sent)
+                found = b""
+                with contextlib.suppress(ConnectionError):
+                    if more:
+                        time.sleep(0.2)
+                        own.sendall(more)
+                    while part := own.recv(4096):
+                        found += part
+                assert found[:12] in (expected, b"") and time.monotonic() - started < 10
+        assert httpx.get(f"{url}/health").status_code == 200
+    late = Limits(body_seconds=0.2)
+    endpoint = Endpoint(AsyncLLM(llm), ("tiny",), limits=late)
+    sent = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+
+    async def stalls() -> tuple[httpx.Response, list[str]]:
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.sleep(60)
+
+        transport = httpx.ASGITransport(endpoint.app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as own:
+            response = await own.post("/v1/completions", content=slowly(), headers=JSON)
+        kinds: list[str] = []
+
+        async def send(message: Any) -> None:  # takes the first event, and no other
+            kinds.append(message["type"])
+            if len(kinds) > 2:
+                await asyncio.sleep(60)
+
+        bodies = [{"type": "http.request", "body": json.dumps(sent).encode(), "more_body": False}]
+
+        async def receive() -> Any:
+            if bodies:
+                return bodies.pop()
+            await asyncio.sleep(60)
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        await endpoint.app()(scope, receive, send)
+        return response, kinds
+
+    response, kinds = asyncio.run(asyncio.wait_for(stalls(), 20))
+    assert response.status_code == 408 and "the body did not come within 0.2 seconds" in error_of(response)
+    assert len(kinds) == 3 and endpoint.num_running == 0
+    endpoint.engine.shutdown()
+    assert_idle(llm)
 
 
 def test_too_many_requests_are_told_to_come_back(llm: LLM) -> None:
@@ -411,8 +565,10 @@ def test_metrics_are_prometheus_text(inside: TestClient) -> None:
     assert all(line.startswith("# TYPE vllm:") or sample.fullmatch(line) for line in lines)
     generated = next(line for line in lines if line.startswith("vllm:generation_tokens_total{"))
     assert float(generated.rpartition(" ")[2]) >= 2
-    text = metrics_text([Gauge("a", {"m": 'x"\\'}, 1.5), Counter("b", {}, 2), Histogram("c", {}, 1, 2.0, {"+Inf": 1})])
-    assert 'a{m="x\\"\\\\"} 1.5\n' in text and "b_total{} 2\n" in text and 'c_bucket{le="+Inf"} 1\n' in text
+    own = {"model_name": "a folder"}
+    text = metrics_text([Gauge("a", own, 1.5), Counter("b", {}, 2), Histogram("c", {}, 1, 2.0, {"+Inf": 1})], 'x"\\')
+    assert 'a{model_name="x\\"\\\\"} 1.5\n' in text and "b_total{" in text and ',le="+Inf"} 1\n' in text
+    assert all('model_name="tiny"' in line for line in lines if not line.startswith("#"))
 
 
 def test_addresses_and_ports(llm: LLM, url: str) -> None:
@@ -431,7 +587,47 @@ def test_addresses_and_ports(llm: LLM, url: str) -> None:
         assert [item["id"] for item in found["data"]] == ["a", "b"]
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{own}/health")
+    for given, said in (
+        ({"port": 70000}, "port must be an integer from 0 to 65535"),
+        ({"host": None}, "host must be a text"),
+        ({"api_key": ""}, "api_key must have letters"),
+        ({"api_key": ["a", "\u00e9"]}, "api_key must have letters"),
+        ({"timeout": float("nan")}, "timeout must be None or seconds above 0"),
+        ({"timeout": 0}, "timeout must be None or seconds above 0"),
+        ({"max_waiting": -1}, "max_waiting must be an integer of at least 0"),
+    ):
+        with pytest.raises(ValidationError, match=said), package.serve(llm, **given):
+            pass
     assert greedy(llm)
+
+
+def test_options_of_the_command(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's, with several values; the port is taken, so that none starts."""
+    port = url.rpartition(":")[2]
+    taken = "cannot be listened on"
+    for line, said in (
+        ("org/model --api-key a b --served_model_name c d", taken),
+        ("--api_key a --api-key b --model org/model", taken),
+        ("--disable-log-requests --uvicorn-log-level info --response-role assistant --enable_auto_tool_choice", taken),
+        ("--api-key a org/model", "--api-key has several values, of which the last may be the model"),
+        ("org/model --model org/other", "--model must be left out"),
+        ("--root-path model", "root_path must be a path such as /model, got 'model'"),
+        ("--shutdown-timeout -1", "shutdown_timeout must be an integer of at least 0"),
+        ("--timeout nan", "timeout must be"),
+        ("--host 0.0.0.0", "host must be an address of this machine alone"),
+        ("--host 0.0.0.0 --insecure --max-waiting -1", "max_waiting must be"),
+    ):
+        assert main(["serve", "--port", port, *line.split()]) == 1
+        assert said in capsys.readouterr().err, line
+    with pytest.raises(SystemExit):
+        main(["serve", "--response-role", "robot"])
+
+
+def test_a_root_path_is_left_out_of_paths(llm: LLM) -> None:
+    endpoint = Endpoint(AsyncLLM(llm), ("tiny",), api_keys=("k",))
+    with TestClient(endpoint.app(), base_url="http://localhost", root_path="/x") as own:
+        assert own.get("/x/health").status_code == 200 and own.get("/x/v1/models").status_code == 401
+        assert own.get("/x/v1/models", headers={"Authorization": "Bearer k"}).status_code == 200
 
 
 def test_the_command_finishes_what_runs_when_it_is_told_to_end() -> None:

@@ -305,6 +305,7 @@ class StructureCompiler:
         self._make_vocabulary = make_vocabulary
         self._vocabulary: Vocabulary | None = None
         self._kept: OrderedDict[str, Structure] = OrderedDict()
+        self._lock = renewed_in_children(threading.Lock())  # of what is kept, not held while one is compiled
         self._warned: set[str] = set()
 
     def compile(self, params: StructuredOutputsParams) -> Structure:
@@ -315,12 +316,16 @@ class StructureCompiler:
     def get(self, kind: str, value: Any) -> Structure:
         """As `compile`, for a constraint as json, regex, choice or grammar."""
         key = json.dumps([kind, value], default=repr)
-        if key not in self._kept or self._kept[key].is_large:
-            self._kept[key] = self._compile(kind, value)
+        with self._lock:
+            found = self._kept.get(key)
+        if found is None or found.is_large:
+            found = self._compile(kind, value)
+        with self._lock:
+            self._kept[key] = found
+            self._kept.move_to_end(key)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        return found
 
     def warn(self, reason: str) -> None:
         """Say once for each reason that answers may be cut."""

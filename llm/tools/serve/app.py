@@ -11,6 +11,8 @@ import dataclasses
 import hmac
 import json
 import logging
+import math
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -30,7 +32,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm import __version__
 from llm.async_llm import AsyncLLM
-from llm.base.checks import check_flag, check_integer
+from llm.base.checks import check_flag, check_integer, is_real, refuse
 from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.calls.chat import ChatOptions, ChatPrompt
@@ -59,6 +61,10 @@ logger = logging.getLogger("llm")
 
 T = TypeVar("T")
 _CLIENT_GONE = 499  # nobody reads it
+# Of a body: reading more takes Python seconds, in which nobody else is answered.
+_MOST_OBJECTS = 1 << 17  # arrays, objects and members
+_MOST_VALUES = 1 << 21
+_OWN_ID = re.compile(r"call(\d{5})")
 _SCORE_FIELDS = ("text_1", "text_2", "queries", "documents", "dimensions", "truncate_prompt_tokens", "use_activation")
 _RERANK_FIELDS = ("query", "documents", "top_n", "dimensions", "truncate_prompt_tokens", "use_activation")
 _NO_EFFECT = ("model", "user", "request_id")
@@ -77,7 +83,7 @@ class Limits:
     Attributes:
         body_bytes: of a body.
         waiting: requests beyond those that are computed in one step; more are told to come back (429).
-        body_seconds: within which a body must have come.
+        body_seconds: within which a body must have come, and an event of a stream must have been taken.
         seconds: of an answer; None: as long as it takes.
     """
 
@@ -85,6 +91,13 @@ class Limits:
     waiting: int = 1024
     body_seconds: float = 60.0
     seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `ValidationError` for a limit that is none."""
+        check_integer("max_waiting", self.waiting, 0)
+        check_integer("max_body_bytes", self.body_bytes, 1)
+        if self.seconds is not None and not (is_real(self.seconds) and 0 < self.seconds < math.inf):
+            refuse("timeout", self.seconds, "None or seconds above 0")
 
 
 class Refused(Exception):
@@ -188,6 +201,7 @@ class Endpoint:
         }
         routes = [Route(url, partial(self._answer, work, url), methods=["POST"]) for url, work in posts.items()]
         routes += [Route(url, partial(_got, get), methods=["GET"]) for url, get in gets.items()]
+        routes.append(Route("/v1/models/{name:path}", self._model_named, methods=["GET"]))
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -216,7 +230,7 @@ class Endpoint:
                     return Response(status_code=_CLIENT_GONE)
                 if isinstance(answer, _Begun):
                     held.keep()
-                    return EventStream(answer, held, end)
+                    return EventStream(answer, held, end, self.limits.body_seconds)
                 return _json(answer)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
@@ -282,6 +296,7 @@ class Endpoint:
         prompt = ChatPrompt(request.messages, options)
         choice, model = request.choice or ToolChoice(), self._model(body)
         told = self._outputs(prompt, request, f"chatcmpl-{key[:24]}", priority, streams is not None)
+        told = _numbered(told, _first_call(request.messages))
         if streams is not None:
             chunks = ChatChunks(f"chatcmpl-{key[:24]}", model, streams, choice, request.params.logprobs)
             return await _Begun.of(chunks.of(told))
@@ -410,7 +425,8 @@ class Endpoint:
         check_fields(body, _OF_TOKENIZE_CHAT if is_chat else _OF_TOKENIZE, {})
         names = body.pop("return_token_strs", False)
         check_flag("return_token_strs", names)
-        tokens = await asyncio.to_thread(self._tokens_of_chat if is_chat else self._tokens_of_text, body)
+        with _of_body():
+            tokens = await asyncio.to_thread(self._tokens_of_chat if is_chat else self._tokens_of_text, body)
         found = await asyncio.to_thread(self._token_names, tokens) if names else None
         most = self._config.model_config.max_model_len
         return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": found}
@@ -420,20 +436,17 @@ class Endpoint:
             raise ValidationError("prompt must be a text.", parameter="prompt")
         llm = self.engine.llm
         kwargs = {"add_special_tokens": body.get("add_special_tokens", True)}
-        with llm._exclusive():
-            parsed = [parse_prompt(body["prompt"])]
-            tokenization = Tokenization.of(kwargs, self._config.model_config.max_model_len)
-            return llm._preprocessor.tokenize(parsed, tokenization)[0][1]
+        parsed = [parse_prompt(body["prompt"])]
+        tokenization = Tokenization.of(kwargs, self._config.model_config.max_model_len)
+        return llm._preprocessor.tokenize(parsed, tokenization)[0][1]
 
     def _tokens_of_chat(self, body: JsonObject) -> list[int]:
         check_conversation(body["messages"])
         names = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
         kwargs = {"add_special_tokens": body.get("add_special_tokens", False)}
-        llm = self.engine.llm
-        with llm._exclusive():
-            [prompt] = llm.render_chat(
-                body["messages"], tokenization_kwargs=kwargs, **{name: body[name] for name in names if name in body}
-            )
+        [prompt] = self.engine.llm.render_chat(
+            body["messages"], tokenization_kwargs=kwargs, **{name: body[name] for name in names if name in body}
+        )
         return prompt["prompt_token_ids"]
 
     def _token_names(self, tokens: list[int]) -> list[str]:
@@ -448,16 +461,26 @@ class Endpoint:
         return {"prompt": await asyncio.to_thread(self._text, tokens)}
 
     def _text(self, tokens: list[int]) -> str:
-        with self.engine.llm._exclusive():
-            return self.engine.llm.get_tokenizer().decode(tokens)
+        return self.engine.llm.get_tokenizer().decode(tokens)
 
     async def _models(self) -> Response:
+        return _json({"object": "list", "data": [self._about(name) for name in (*self.names, *self.modules)]})
+
+    async def _model_named(self, request: Request) -> Response:
+        try:
+            name = request.path_params["name"]
+            self._check_model({"model": name})
+            return _json(self._about(name))
+        except Refused as refused:
+            return refused.response()
+
+    def _about(self, name: str) -> JsonObject:
+        """A model, or an adapter as one."""
         most = self._config.model_config.max_model_len
         about = {"object": "model", "created": self._started, "owned_by": "offline-llm", "max_model_len": most}
-        root = str(self._config.model_config.model)
-        found = [{"id": name, **about, "root": root, "parent": None} for name in self.names]
-        found += [{"id": name, **about, "root": path, "parent": self.names[0]} for name, path in self.modules.items()]
-        return _json({"object": "list", "data": found})
+        if name in self.modules:
+            return {"id": name, **about, "root": self.modules[name], "parent": self.names[0]}
+        return {"id": name, **about, "root": str(self._config.model_config.model), "parent": None}
 
     async def _health(self) -> Response:
         try:
@@ -467,7 +490,7 @@ class Endpoint:
         return Response()
 
     async def _metrics(self) -> Response:
-        text = metrics_text(self.engine.llm.get_metrics())
+        text = metrics_text(self.engine.llm.get_metrics(), self.names[0])
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _version(self) -> Response:
@@ -482,8 +505,14 @@ async def _got(get: Callable[[], Awaitable[Response]], request: Request) -> Resp
 
 
 async def _told(request: Request, error: HTTPException) -> Response:
-    message = f"{request.method} {request.url.path} is none of the endpoint's; see /v1/models, docs/howto/serve.md."
-    return Refused(error.status_code, message, "not_found").response()
+    allowed = (error.headers or {}).get("Allow")
+    path = show(request.url.path)
+    message = f"there is no {path} here; docs/howto/serve.md lists what there is."
+    if allowed is not None:
+        message = f"{path} must be asked by {allowed}, got {show(request.method)}."
+    response = Refused(error.status_code, message, "not_found").response()
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -505,11 +534,12 @@ class Guard:
     def _refused(self, scope: Scope) -> Refused | None:
         headers = Headers(scope=scope)
         # A page of another site may have a name that leads here; a browser sends that name.
-        if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
+        if self._hosts is not None and _host(headers.get("host", "")).lower() not in self._hosts:
             return Refused(421, f"the host must be one of {', '.join(sorted(self._hosts))}.", "wrong_host")
         kind, _, given = headers.get("authorization", "").partition(" ")
         is_known = any(hmac.compare_digest(given.strip().encode(), key) for key in self._keys)
-        if self._keys and scope["path"] != "/health" and not (kind.lower() == "bearer" and is_known):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._keys and path != "/health" and not (kind.lower() == "bearer" and is_known):
             return Refused(401, "the API key is missing or wrong; send Authorization: Bearer KEY.", "invalid_api_key")
         return None
 
@@ -608,17 +638,38 @@ async def _last(told: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
 def _object(data: bytes) -> JsonObject:
     """The object in a body, without members that are null."""
 
-    def refuse(name: str) -> object:
+    def no_json(name: str) -> object:
         raise ValueError(f"{name} is no JSON")
 
+    _check_size(data)
     try:
-        found = json.loads(data.decode("utf-8"), parse_constant=refuse)
+        found = json.loads(data.decode("utf-8"), parse_constant=no_json)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise Refused(400, f"the body must be JSON: {reason[:200]}.", "invalid_json") from None
     if not isinstance(found, dict):
         raise Refused(400, f"the body must be a JSON object, got {show(found)}.", "invalid_json")
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _check_size(data: bytes) -> None:
+    """Raises `Refused` for JSON of so many values that reading it would keep others waiting."""
+    if _num_objects(data) <= _MOST_OBJECTS and data.count(b",") <= _MOST_VALUES:
+        return
+    bare = _STRING.sub(b"", data)
+    for count, most, what in (
+        (_num_objects(bare), _MOST_OBJECTS, "arrays, objects and members"),
+        (bare.count(b","), _MOST_VALUES, "values"),
+    ):
+        if count > most:
+            raise Refused(400, f"the body must have at most {most} {what}, got {count}.", "body_too_large")
+
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+def _num_objects(data: bytes) -> int:
+    return sum(map(data.count, (b"[", b"{", b":")))
 
 
 def _num_requests(body: JsonObject) -> int:
@@ -650,6 +701,29 @@ def _salted(prompt: object, salt: object) -> object:
     if salt is None:
         return prompt
     return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
+
+
+def _first_call(messages: object) -> int:
+    """The number of the first call in an answer to a conversation: no id may be there twice."""
+    calls = [call for message in _mappings(messages) for call in _mappings(message.get("tool_calls"))]
+    own = [_OWN_ID.fullmatch(str(call.get("id"))) for call in calls]
+    return 1 + max((int(found[1]) for found in own if found is not None), default=-1)
+
+
+def _mappings(given: object) -> list[Mapping[str, object]]:
+    return [item for item in given if isinstance(item, Mapping)] if isinstance(given, list) else []
+
+
+async def _numbered(told: AsyncGenerator[RequestOutput, None], first: int) -> AsyncGenerator[RequestOutput, None]:
+    """With the ids of calls counted from `first`."""
+    async with aclosing(told):
+        async for output in told:
+            for own in output.outputs:
+                own.tool_calls = [
+                    dataclasses.replace(call, id=f"call{number:05d}")
+                    for number, call in enumerate(own.tool_calls or (), first)
+                ]
+            yield output
 
 
 def _now(body: JsonObject) -> JsonObject:
@@ -699,13 +773,12 @@ class Echo:
     def before(self, output: RequestOutput) -> tuple[str, JsonObject | None]:
         """The prompt's text, and its logprobs in the form of a completion's; the first token has none."""
         ids = output.prompt_token_ids or []
-        with self.engine.llm._exclusive():
-            tokenizer = self.engine.llm.get_tokenizer()
-            text = output.prompt if output.prompt is not None else tokenizer.decode(ids, skip_special_tokens=True)
-            positions = output.prompt_logprobs
-            if positions is None:
-                return text, None
-            first = tokenizer.decode(ids[:1])
+        tokenizer = self.engine.llm.get_tokenizer()
+        text = output.prompt if output.prompt is not None else tokenizer.decode(ids, skip_special_tokens=True)
+        positions = output.prompt_logprobs
+        if positions is None:
+            return text, None
+        first = tokenizer.decode(ids[:1])
         own = [None if each is None else each[token] for each, token in zip(positions, ids, strict=True)]
         names = [first if item is None else item.decoded_token or "" for item in own]
         return text, {
@@ -771,12 +844,14 @@ class _Begun:
 
 
 class EventStream(Response):
-    """Server-sent events, as OpenAI sends them. The request ends where its client goes away."""
+    """Server-sent events, as OpenAI sends them. The request ends where its client goes away, or takes none for so many
+    `seconds`.
+    """
 
-    def __init__(self, begun: _Begun, place: Place, end: float | None) -> None:
+    def __init__(self, begun: _Begun, place: Place, end: float | None, seconds: float) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self._begun, self._place, self._end = begun, place, end
+        self._begun, self._place, self._end, self._seconds = begun, place, end, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -784,9 +859,9 @@ class EventStream(Response):
             try:
                 await _while_there(self._send(send), receive, self._end)
             except Refused as refused:
-                await _put(send, refused.body())
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except OSError:  # the client has gone
+                await self._put(send, refused.body())
+            await self._bounded(send({"type": "http.response.body", "body": b"", "more_body": False}))
+        except OSError:  # the client has gone, or (TimeoutError) takes nothing
             pass
         finally:
             try:
@@ -795,18 +870,28 @@ class EventStream(Response):
                 self._place.leave()
 
     async def _send(self, send: Send) -> None:
-        await _put(send, self._begun.first)
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                await self._put(send, event)
+        await self._bounded(send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True}))
+
+    async def _events(self) -> Events:
+        """All of them; an error is the last."""
+        yield self._begun.first
         try:
             async for event in self._begun.rest:
-                await _put(send, event)
+                yield event
         except Exception as error:
-            await _put(send, _refusal(error).body())
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+            yield _refusal(error).body()
 
+    async def _put(self, send: Send, event: JsonObject) -> None:
+        data = json.dumps(event, separators=(",", ":")).encode()
+        await self._bounded(send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}))
 
-async def _put(send: Send, event: JsonObject) -> None:
-    data = json.dumps(event, separators=(",", ":")).encode()
-    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+    async def _bounded(self, sent: Awaitable[None]) -> None:
+        """Raises `TimeoutError` where the client does not take what there is."""
+        async with _timeout(self._seconds):
+            await sent
 
 
 async def _merged(told: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -984,10 +1069,11 @@ def _told_tokens(text: str, scored: JsonObject) -> int:
     return next((count for count, (token, at) in reversed(places) if token and text.startswith(token, at)), 0)
 
 
-def metrics_text(metrics: Sequence[Metric]) -> str:
-    """Metrics as Prometheus reads them."""
+def metrics_text(metrics: Sequence[Metric], model: str) -> str:
+    """Metrics as Prometheus reads them, of a model of this name."""
     lines, seen = [], set()
-    for metric in metrics:
+    for given in metrics:
+        metric = dataclasses.replace(given, labels={**given.labels, "model_name": model})
         kind = type(metric).__name__.lower()
         name = f"{metric.name}_total" if isinstance(metric, Counter) else metric.name
         if name not in seen:

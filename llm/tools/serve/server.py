@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import signal
+import re
 import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from llm.base.checks import check_integer, refuse
@@ -24,13 +23,25 @@ from llm.base.types import Commands
 from llm.errors import LLMError, ValidationError
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from llm.llm import LLM
-    from llm.tools.serve.app import Endpoint
+    from llm.tools.serve.app import Endpoint, Limits
 
 HOST, PORT = "127.0.0.1", 8000
 _DRAIN_SECONDS = 120
+_KEY_LETTERS = re.compile(r"[!-~]+")
+# Options of `vllm serve` that ask for what is here anyway -> their values; None: any; (): they have none.
+_TAKEN: Mapping[str, tuple[str, ...] | None] = {
+    "--disable-log-requests": (),
+    "--no-enable-log-requests": (),
+    "--disable-uvicorn-access-log": (),
+    "--disable-fastapi-docs": (),
+    "--disable-frontend-multiprocessing": (),
+    "--enable-auto-tool-choice": (),
+    "--uvicorn-log-level": None,
+    "--chat-template-content-format": ("auto",),
+    "--response-role": ("assistant",),
+    "--api-server-count": ("1",),
+}
 _KEY = "with api_key=, or insecure=True to let everybody in who can reach it"
 
 
@@ -76,16 +87,16 @@ def serve(
 
     if isinstance(model, LLM) and arguments:
         refuse("model", model, f"a name with arguments of LLM ({', '.join(arguments)})")
-    listener = _listen(host, port, bool(api_key), insecure)
+    keys = _keys_of((api_key,) if isinstance(api_key, str) else tuple(api_key or ()))
+    limits = _limits(max_body_bytes, max_waiting, timeout)
+    listener = _listen(host, port, bool(keys), insecure)
     try:
         if lora_modules and not isinstance(model, LLM):
             arguments.setdefault("enable_lora", True)
         llm = model if isinstance(model, LLM) else LLM(EMBEDDED_MODEL if model is None else model, **arguments)
         try:
             names = _names(served_model_name, llm)
-            with _running(
-                _endpoint(llm, host, names, lora_modules, api_key, max_waiting, max_body_bytes, timeout), listener
-            ):
+            with _running(_endpoint(llm, host, names, lora_modules, keys, limits), listener):
                 yield url_of(listener)
         finally:
             if llm is not model:
@@ -94,27 +105,38 @@ def serve(
         listener.close()
 
 
+def _limits(max_body_bytes: int, max_waiting: int, timeout: float | None) -> Limits:
+    """Raises `ValidationError` for a limit that is none, `MissingPackageError` where nothing can serve."""
+    optional_package("uvicorn", "serve")
+    optional_package("starlette", "serve")
+    from llm.tools.serve.app import Limits
+
+    return Limits(max_body_bytes, max_waiting, seconds=timeout)
+
+
+def _keys_of(given: Sequence[str]) -> tuple[str, ...]:
+    """Raises `ValidationError` for a key that no header can have; an empty one would let everybody in."""
+    for key in given:
+        if not isinstance(key, str) or not _KEY_LETTERS.fullmatch(key):
+            raise ValidationError("api_key must have letters, digits and signs of ASCII alone.", parameter="api_key")
+    return tuple(given)
+
+
 def _endpoint(
     llm: LLM,
     host: str,
     names: tuple[str, ...],
     modules: Mapping[str, str | Path] | None,
-    api_key: str | Sequence[str] | None,
-    max_waiting: int,
-    max_body_bytes: int,
-    timeout: float | None,
+    keys: tuple[str, ...],
+    limits: Limits,
     tool_parser: str = "auto",
     log_requests: bool = False,
 ) -> Endpoint:
     from llm.async_llm import AsyncLLM
-    from llm.tools.serve.app import Endpoint, Limits
+    from llm.tools.serve.app import Endpoint
 
-    check_integer("max_waiting", max_waiting, 0)
-    check_integer("max_body_bytes", max_body_bytes, 1)
-    keys = (api_key,) if isinstance(api_key, str) else tuple(api_key or ())
-    limits = Limits(max_body_bytes, max_waiting, seconds=timeout)
     # Without a key, a name is all that tells a page of this machine from one of another site.
-    hosts = frozenset({"localhost", "127.0.0.1", "::1", host}) if _is_own(host) and not keys else None
+    hosts = frozenset({"localhost", "127.0.0.1", "::1", host.lower()}) if _is_own(host) and not keys else None
     given = {name: str(path) for name, path in (modules or {}).items()}
     return Endpoint(AsyncLLM(llm), names, given, limits, keys, hosts, tool_parser, log_requests)
 
@@ -141,9 +163,9 @@ def _is_own(host: str) -> bool:
 
 def _listen(host: str, port: int, has_key: bool, insecure: bool) -> socket.socket:
     """Raises `ValidationError` for an address that is not this machine's own without a key, or one that is taken."""
-    optional_package("uvicorn", "serve")
-    optional_package("starlette", "serve")
-    check_integer("port", port, 0)
+    check_integer("port", port, 0, 65535)
+    if not isinstance(host, str):
+        refuse("host", host, "a text")
     if not _is_own(host):
         if not has_key and not insecure:
             refuse("host", host, f"an address of this machine alone, such as 127.0.0.1; or go on {_KEY}")
@@ -151,10 +173,8 @@ def _listen(host: str, port: int, has_key: bool, insecure: bool) -> socket.socke
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        message = (
-            f"{host}:{port} cannot be listened on ({getattr(error, 'strerror', None) or error}); choose another port."
-        )
+    except OSError as error:
+        message = f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another port."
         raise ValidationError(message, parameter="port", value=port) from error
 
 
@@ -163,44 +183,12 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _server(endpoint: Endpoint, root_path: str = "", drain_seconds: int = _DRAIN_SECONDS) -> uvicorn.Server:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        """Ends with a status of 0 when a signal has asked it to, and it has let what ran finish."""
-
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            if threading.current_thread() is not threading.main_thread():
-                yield
-                return
-
-            def asked(number: int, frame: FrameType | None) -> None:
-                self.handle_exit(number, frame)
-
-            before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
-            try:
-                yield
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-
-    config = uvicorn.Config(
-        endpoint.app(),
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        root_path=root_path,
-        timeout_graceful_shutdown=drain_seconds,
-        ws="none",
-    )
-    return Server(config)
-
-
 @contextmanager
 def _running(endpoint: Endpoint, listener: socket.socket) -> Iterator[None]:
     """The server in a thread."""
-    server = _server(endpoint)
+    from llm.tools.serve.uvicorn_server import server_of
+
+    server = server_of(endpoint.app(), "", _DRAIN_SECONDS)
     thread = threading.Thread(target=server.run, args=([listener],), name="llm-serve", daemon=True)
     thread.start()
     try:
@@ -228,69 +216,72 @@ def add_command(commands: Commands) -> None:
     )
     command.set_defaults(run=_serve)
     command.add_argument("model", nargs="?", help="model folder or hub name (default: the embedded model)")
-    command.add_argument("--host", default=HOST, help="the address to listen on (default: %(default)s)")
-    command.add_argument("--port", type=int, default=PORT, metavar="N", help="0: any free one (default: %(default)s)")
-    about = "requests must have it; may be given several times"
-    command.add_argument(*("--api-key", "--api_key"), action="append", default=[], metavar="KEY", help=about)
-    command.add_argument("--insecure", action="store_true", help="other machines may connect without a key")
-    about = "what requests call the model; may be given several times"
-    options = ("--served-model-name", "--served_model_name")
-    command.add_argument(*options, action="append", metavar="NAME", help=about)
-    command.add_argument(
-        *("--root-path", "--root_path"), default="", metavar="PATH", help="where a proxy has mounted it"
-    )
-    command.add_argument("--timeout", type=float, metavar="SECONDS", help="of an answer (default: as long as it takes)")
-    command.add_argument(
-        *("--max-waiting", "--max-num-queued-reqs"),
-        *("--max_waiting", "--max_num_queued_reqs"),
-        type=int,
-        default=1024,
-        metavar="N",
-        help="requests beyond --max-num-seqs; more are answered 429 (default: %(default)s)",
-    )
-    command.add_argument(
-        *("--max-body-bytes", "--max_body_bytes"), type=int, default=32 << 20, metavar="N", help="of a request"
-    )
-    command.add_argument(
-        *("--shutdown-timeout", "--shutdown_timeout"),
-        type=int,
-        default=_DRAIN_SECONDS,
-        metavar="SECONDS",
-        help="of what runs at SIGTERM (default: %(default)s)",
-    )
-    command.add_argument(
-        *("--tool-call-parser", "--tool_call_parser"),
-        default="auto",
-        metavar="FORM",
-        help="how the model writes tool calls (default: as its chat template says)",
-    )
-    command.add_argument(
-        *("--enable-auto-tool-choice", "--enable_auto_tool_choice"),
-        action="store_true",
-        help="taken, for commands of vLLM: tools are always read",
-    )
-    command.add_argument(
-        *("--enable-log-requests", "--enable_log_requests"), action="store_true", help="log bodies, prompts included"
-    )
+    _add(command, "--model", dest="named_model", help=argparse.SUPPRESS)
+    _add(command, "--host", default=HOST, help="the address to listen on (default: %(default)s)")
+    _add(command, "--port", type=int, default=PORT, metavar="N", help="0: any free one (default: %(default)s)")
+    several: dict[str, Any] = {"action": "append", "nargs": "+", "default": []}
+    _add(command, "--api-key", metavar="KEY", help="requests must have it, or one of several", **several)
+    _add(command, "--insecure", action="store_true", help="other machines may connect without a key")
+    _add(command, "--served-model-name", metavar="NAME", help="what requests call the model, one or several", **several)
+    _add(command, "--root-path", default="", metavar="PATH", help="where a proxy has mounted it")
+    _add(command, "--timeout", type=float, metavar="SECONDS", help="of an answer (default: as long as it takes)")
+    about = "requests beyond --max-num-seqs; more are answered 429 (default: %(default)s)"
+    _add(command, "--max-waiting", "--max-num-queued-reqs", type=int, default=1024, metavar="N", help=about)
+    _add(command, "--max-body-bytes", type=int, default=32 << 20, metavar="N", help="of a request")
+    about = "of what runs at SIGTERM (default: %(default)s)"
+    _add(command, "--shutdown-timeout", type=int, default=_DRAIN_SECONDS, metavar="SECONDS", help=about)
+    about = "how the model writes tool calls (default: as its chat template says)"
+    _add(command, "--tool-call-parser", default="auto", metavar="FORM", help=about)
+    _add(command, "--enable-log-requests", action="store_true", help="log bodies, prompts included")
+    for option, choices in _TAKEN.items():
+        more: dict[str, Any] = {"action": "store_true"} if choices == () else {"choices": choices}
+        _add(command, option, dest="taken", help=argparse.SUPPRESS, **more)
     add_lora_modules(command)
     add_engine_flags(command)
 
 
+def _add(command: argparse.ArgumentParser, *options: str, **more: Any) -> None:
+    """An option, with dashes or underscores in its name."""
+    spelled = [f"--{option[2:].replace('-', '_')}" for option in options]
+    command.add_argument(*dict.fromkeys([*options, *spelled]), **more)
+
+
+def _model_of(args: argparse.Namespace) -> str | None:
+    """The model that a command line names. Raises `ValidationError` where one may be among the values of an option."""
+    if args.model is not None and args.named_model is not None:
+        refuse("--model", args.named_model, "left out where the model is named without it")
+    if args.model is None and args.named_model is None:
+        for option, given in (("--api-key", args.api_key), ("--served-model-name", args.served_model_name)):
+            if any(len(values) > 1 for values in given):
+                raise ValidationError(
+                    f"{option} has several values, of which the last may be the model; name the model before it, or "
+                    f"give {option} once for each value.",
+                    parameter="model",
+                )
+    return args.named_model if args.model is None else args.model
+
+
 def _serve(args: argparse.Namespace) -> int:
-    listener = _listen(args.host, args.port, bool(args.api_key), args.insecure)
+    model, keys = _model_of(args), _keys_of([key for given in args.api_key for key in given])
+    given_names = [name for given in args.served_model_name for name in given]
+    limits = _limits(args.max_body_bytes, args.max_waiting, args.timeout)
+    check_integer("shutdown_timeout", args.shutdown_timeout, 0)
+    if not re.fullmatch(r"(/[!-~]*[!-.0-~])?", args.root_path):
+        refuse("root_path", args.root_path, "a path such as /model")
+    listener = _listen(args.host, args.port, bool(keys), args.insecure)
     try:
         from llm.llm import EMBEDDED_MODEL, LLM
+        from llm.tools.serve.uvicorn_server import server_of
 
         modules, given = lora_modules_of(args), engine_arguments(args)
         if modules:
             given.setdefault("enable_lora", True)
-        with LLM(EMBEDDED_MODEL if args.model is None else args.model, **given) as llm:
-            names = _names(args.served_model_name or args.model, llm)
+        with LLM(EMBEDDED_MODEL if model is None else model, **given) as llm:
+            names = _names(given_names or model, llm)
             endpoint = _endpoint(
-                *(llm, args.host, names, modules, args.api_key, args.max_waiting, args.max_body_bytes, args.timeout),
-                *(args.tool_call_parser, args.enable_log_requests),
+                *(llm, args.host, names, modules, keys, limits), *(args.tool_call_parser, args.enable_log_requests)
             )
-            server = _server(endpoint, args.root_path, args.shutdown_timeout)
+            server = server_of(endpoint.app(), args.root_path, args.shutdown_timeout)
             print(f"{names[0]} is served at {url_of(listener)}/v1; Ctrl-C ends", file=sys.stderr, flush=True)
             server.run([listener])
             print("ended", file=sys.stderr)
