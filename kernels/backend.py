@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from llm.kernels.reference.activation import OPERATIONS as ACTIVATIONS
 from llm.kernels.weight import Weight
 from llm.platforms.interface import Platform
 
@@ -43,17 +44,7 @@ OPERATIONS: dict[str, str] = {
     "heads_linear": "latent",
     "write_latent_cache": "latent",
     "latent_attention": "latent",
-    "silu_and_mul": "activation",
-    "mul_and_silu": "activation",
-    "gelu_and_mul": "activation",
-    "gelu": "activation",
-    "gelu_new": "activation",
-    "quick_gelu": "activation",
-    "relu": "activation",
-    "relu2": "activation",
-    "soft_cap": "activation",
-    "xielu": "activation",
-    "gelu_and_mul_sparse": "activation",
+    **dict.fromkeys(ACTIVATIONS, "activation"),
     "select_rows": "elementwise",
     "ids_below": "elementwise",
     "multiply": "elementwise",

@@ -6,6 +6,7 @@ All compute in float32 and return the input's type. Shapes: [..., 2d] -> [..., d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import NormalDist
 
 import torch
@@ -264,3 +265,19 @@ class FatreluAndMul(CustomOp):
 
     def extra_repr(self) -> str:
         return f"threshold={self.threshold}"
+
+
+# Hugging Face's names of activations -> what makes one.
+GATED_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "silu": SiluAndMul,
+    "gelu": GeluAndMul,
+    "gelu_pytorch_tanh": lambda: GeluAndMul("tanh"),
+}
+PLAIN_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": ReLU,
+    "relu2": ReLUSquaredActivation,
+    "gelu": GELU,
+    "gelu_new": NewGELU,
+    "gelu_pytorch_tanh": GELUTanh,
+    "xielu": lambda: XIELU(dtype=torch.float32),
+}

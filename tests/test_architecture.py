@@ -479,3 +479,50 @@ def test_asking_the_runner_passes() -> None:
 def test_a_missing_docstring_is_caught() -> None:
     assert missing_docstring(source("engine/engine.py", "import os"))
     assert not missing_docstring(source("engine/engine.py", '"""Owns the loop."""'))
+
+
+# Files that name an example for reasons of their own: a model that has it, what is measured or drafted with it, a list
+# of what another backend has.
+ALSO: dict[str, set[str]] = {
+    "presence_penalty": {"llm/runner/speculation/draft_model.py", "llm/tools/bench/sampler.py"},
+    "relu2": {
+        *(f"llm/models/{name}.py" for name in ("decoder/moe", "gpt_neox", "llama", "mamba")),
+        *("kernels/reference/experts.py", "kernels/torch_ops.py", "kernels/triton/backend.py", "kernels/triton/moe.py"),
+    },
+    "q8_0": set(),
+}
+MOST_FILES = {"a sampling parameter": 3, "an activation": 4, "a scheme of `quantization=`": 4}
+
+
+def files_naming(name: str) -> set[str]:
+    """Files of the package in which `name` is an identifier or a whole string; texts that mention it do not count."""
+    paths = [item.path for item in SOURCES if name in names_in(item.tree)]
+    return {path if path.startswith(ROOMS) else f"llm/{path}" for path in paths}
+
+
+def names_in(tree: ast.Module) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        values = (getattr(node, field, None) for field in ("id", "attr", "arg", "name", "value"))
+        found.update(value for value in values if isinstance(value, str))
+    return found
+
+
+def test_what_is_added_changes_few_files() -> None:
+    """The table of docs/architecture.md: its files are there, few, and no other needs to know the example."""
+    table = (ROOT / "docs" / "architecture.md").read_text("utf-8").partition("## What to change to add")[2]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| a")]
+    assert [row[0] for row in rows] == list(MOST_FILES)
+    for what, text, example in rows:
+        files = [part for part in text.split("`")[1::2] if "/" in part]
+        assert len(files) <= MOST_FILES[what] and all((ROOT / file).is_file() for file in files)
+        name = example.strip("`")
+        naming = files_naming(name)
+        assert naming - ALSO[name] <= set(files), name
+        assert len(naming & set(files)) >= 2 and ALSO[name] <= naming
+
+
+def test_a_file_that_names_an_example_is_found() -> None:
+    assert names_in(ast.parse("def f(x): return x.presence_penalty")) == {"f", "x", "presence_penalty"}
+    assert "q8_0" in names_in(ast.parse("TABLE = {'q8_0': 1}"))
+    assert "q8_0" not in names_in(ast.parse("'as q8_0 does'"))

@@ -88,7 +88,7 @@ def quantize_weight_as(
     rotation: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
     """(q, scale, minimum, signal, noise) as the definition; the last two in another order of sums."""
-    if weight.dtype not in KINDS or (rotation and form != "two_levels"):
+    if weight.dtype not in KINDS or form not in FORMS or (rotation and form != "two_levels"):
         return reference.quantize_weight_as(weight, form, group_size, out, rotation)
     rows, columns = weight.shape
     q, scale, minimum = out or reference.empty(form, rows, columns, group_size)

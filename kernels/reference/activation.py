@@ -8,6 +8,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+# Those that a backend may have kernels for.
+OPERATIONS = (
+    *("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu", "gelu_new", "quick_gelu", "relu", "relu2", "soft_cap"),
+    *("xielu", "gelu_and_mul_sparse"),
+)
 # The constants of "swigluoai", gpt-oss's: of the gate's sigmoid, and where gate and value end.
 SWIGLUOAI_ALPHA = 1.702
 SWIGLUOAI_LIMIT = 7.0

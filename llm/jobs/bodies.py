@@ -17,12 +17,14 @@ from llm.outputs import CompletionOutput, Logprob, RequestOutput
 from llm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from llm.text.replies import ToolChoice
 
-_SAMPLING = (
-    "temperature top_p n stop seed presence_penalty frequency_penalty logit_bias max_tokens top_k min_p "
-    "repetition_penalty min_tokens ignore_eos stop_token_ids skip_special_tokens spaces_between_special_tokens "
-    "include_stop_str_in_output bad_words allowed_token_ids truncate_prompt_tokens thinking_token_budget "
-    "repetition_detection structured_outputs extra_args"
-).split()
+# Fields of `SamplingParams`, and their types as they are annotated; a body has all but those that the protocol has in
+# another form, or that are Python's.
+PARAM_TYPES = {item.name: str(item.type) for item in dataclasses.fields(SamplingParams)}
+_NOT_IN_BODIES = {
+    *("logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
+    *("flat_logprobs", "detokenize", "output_kind", "skip_reading_prefix_cache", "logits_processors"),
+}
+_SAMPLING = [name for name in PARAM_TYPES if name not in _NOT_IN_BODIES]
 _XARGS = "vllm_xargs"  # vLLM's name of `extra_args` in a body
 _CHAT = "tools add_generation_prompt continue_final_message chat_template_kwargs".split()
 _OF_CHAT = (
@@ -56,8 +58,6 @@ _NEUTRAL_OF_CHAT: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
 }
 _NEUTRAL_OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"add_special_tokens": (True,)}
-# Of a request, and their types as they are annotated.
-PARAM_TYPES = {item.name: str(item.type) for item in dataclasses.fields(SamplingParams)}
 _FINISH = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 

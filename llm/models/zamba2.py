@@ -14,6 +14,7 @@ from torch import nn
 from llm.base.watch import Patchable
 from llm.errors import UnsupportedModelError
 from llm.forward import ForwardBatch, KVCacheSpec
+from llm.layers.activation import GATED_ACTIVATIONS
 from llm.layers.attention import Attention
 from llm.layers.linear import (
     ColumnParallelLinear,
@@ -131,7 +132,7 @@ class SharedMLP(Patchable):
         )
         self.down_proj = RowParallelLinear(inner, hidden, bias=bias, prefix=f"{prefix}.down_proj", **context.linear)
         self.gate_up_proj_adapter_list = nn.ModuleDict()
-        self.act_fn = d.GATED_ACTIVATIONS[config.mlp.activation]()
+        self.act_fn = GATED_ACTIVATIONS[config.mlp.activation]()
 
     def add_use(self, config: SharedBlockConfig, context: d.BuildContext, prefix: str) -> None:
         path, inner = f"{prefix}.gate_up_proj_adapter_list.{config.use}", config.mlp.intermediate_size

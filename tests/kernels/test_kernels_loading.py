@@ -93,6 +93,17 @@ def test_other_forms_are_those_of_the_definition(lib: library.Library, form: str
                 reference.quantize_weight_as(weight, form, size)
 
 
+def test_a_form_without_a_kernel_is_computed_by_its_definition(
+    lib: library.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(reference._ROUND, "new", reference._ROUND["nf4"])
+    weight = weights(4, 64)
+    for ours, expected in zip(
+        quantize_weight_as(lib, weight, "new", 32), reference.quantize_weight_as(weight, "nf4", 32), strict=True
+    ):
+        assert ours is expected is None or (torch.equal(ours, expected) if torch.is_tensor(ours) else ours == expected)
+
+
 def rows_of_blocks(kind: str, rows: int, blocks: int) -> torch.Tensor:
     """Random bytes whose scales are finite, uint8 [rows, bytes of a row]."""
     size = gguf_blocks.BLOCKS[kind].bytes

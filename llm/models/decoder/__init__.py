@@ -43,7 +43,7 @@ from llm.models.decoder.layer import (
     Stream,
     add_norm,
 )
-from llm.models.decoder.mlp import GATED_ACTIVATIONS, GatedMLPConfig, PlainMLPConfig
+from llm.models.decoder.mlp import GatedMLPConfig, PlainMLPConfig
 from llm.models.decoder.model import NOTHING_PACKED, QKV_PACKED, DecoderForCausalLM
 from llm.models.decoder.moe import (
     W1_W2_W3,
@@ -73,7 +73,6 @@ from llm.models.decoder.shared_kv import SharedKVConfig, left_out_names, read_sh
 from llm.models.interface import BuildOptions, Cut, Renames
 
 __all__ = [
-    "GATED_ACTIVATIONS",
     "NOTHING_PACKED",
     "QKV_PACKED",
     "W1_W2_W3",

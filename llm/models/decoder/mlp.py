@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,34 +12,9 @@ from llm.base.text import show
 from llm.base.watch import Patchable
 from llm.errors import UnsupportedModelError
 from llm.forward import ForwardBatch
-from llm.layers.activation import (
-    GELU,
-    XIELU,
-    GeluAndMul,
-    GeluAndMulSparse,
-    GELUTanh,
-    NewGELU,
-    ReLU,
-    ReLUSquaredActivation,
-    SiluAndMul,
-)
+from llm.layers.activation import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, GeluAndMulSparse
 from llm.layers.linear import ColumnFactors, ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from llm.models.decoder.part import BuildContext, PartConfig
-
-# Hugging Face's names of activations -> ours.
-GATED_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "silu": SiluAndMul,
-    "gelu": GeluAndMul,
-    "gelu_pytorch_tanh": lambda: GeluAndMul("tanh"),
-}
-PLAIN_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "relu": ReLU,
-    "relu2": ReLUSquaredActivation,
-    "gelu": GELU,
-    "gelu_new": NewGELU,
-    "gelu_pytorch_tanh": GELUTanh,
-    "xielu": lambda: XIELU(dtype=torch.float32),
-}
 
 
 @dataclass(frozen=True)

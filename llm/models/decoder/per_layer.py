@@ -12,9 +12,9 @@ from torch import nn
 
 from llm.base.watch import Patchable
 from llm.kernels.select import backend_of_construction
+from llm.layers.activation import PLAIN_ACTIVATIONS
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.linear import ReplicatedLinear
-from llm.models.decoder.mlp import PLAIN_ACTIVATIONS
 from llm.models.decoder.part import BuildContext, NormConfig
 from llm.quantization.unquantized import new_parameter
 
