@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from llm.inputs import PromptType as PromptType
     from llm.inputs import TextPrompt as TextPrompt
     from llm.inputs import TokensPrompt as TokensPrompt
+    from llm.inside.capture import Capture as Capture
+    from llm.inside.intervention import Intervention as Intervention
     from llm.llm import LLM as LLM
     from llm.llm_engine import LLMEngine as LLMEngine
     from llm.models.registry import ModelRegistry as ModelRegistry
@@ -76,6 +78,8 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it.
 _PUBLIC = {
     "LLM": "llm.llm",
+    "Capture": "llm.inside.capture",
+    "Intervention": "llm.inside.intervention",
     "SamplingParams": "llm.sampling_params",
     "BeamSearchParams": "llm.sampling_params",
     "BeamSearchOutput": "llm.outputs",

@@ -253,6 +253,8 @@ class ForwardBatch:
         images: the tokens that stand for pictures; None: the step has none.
         extensions: what a plugin's runner adds for its own layers.
         taps: hidden states [N, hidden] between layers, which a forward appends if the model is told to.
+        on_tokens: a model that computes the tokens in parts calls it before each, with those that come; None: nothing
+            inside the model is looked at in this step.
     """
 
     input_ids: torch.Tensor
@@ -266,6 +268,7 @@ class ForwardBatch:
     images: ImageTokens | None = None
     extensions: dict[str, Any] = field(default_factory=dict)
     taps: list[torch.Tensor] = field(default_factory=list)
+    on_tokens: Callable[[slice], None] | None = None
 
 
 # Recurrent states have no KV group: all states of a request are in its slot.

@@ -17,7 +17,7 @@ from llm.base.locks import FairLock, renew, tell_of_forks
 from llm.base.suggestions import ASKS_NOTHING, METHODS
 from llm.base.types import JsonObject
 from llm.calls import scoring, whole_model
-from llm.calls.arguments import LoRARequests, Priority, check_asks_nothing, give_adapters
+from llm.calls.arguments import LoRARequests, Priority, check_asks_nothing, give_adapters, with_inside
 from llm.calls.batch import BatchCall, CallOptions, OnOutput, prompt_rows
 from llm.calls.chat import ChatOptions
 from llm.calls.flow import Flow, prompt_batches
@@ -47,6 +47,8 @@ from llm.engine.stats import LLMStats
 from llm.errors import EngineBusyError, EngineClosedError, ValidationError, nearest
 from llm.explain import Explanation
 from llm.inputs import LoRARequest, PromptType, TokensPrompt
+from llm.inside.asked import Captures, Interventions
+from llm.inside.names import Site
 from llm.loading.source import Overrides
 from llm.logger import init_logger, set_log_level
 from llm.outputs import (
@@ -273,6 +275,7 @@ class LLM:
         self._preprocessor.images = (
             images_of(built.plan.source.folder, built.plan.hf_config, self._args) if built.plan.has_weights else None
         )
+        self._preprocessor.sites = built.engine.runner.sites
         if prefix_cache is not None:
             load_cache_into(self, prefix_cache)
         for note in (*notes, f"resolved configuration\n{self.config}") if verbose else ():
@@ -298,6 +301,8 @@ class LLM:
         on_interrupt: str = "raise",
         on_output: OnOutput | None = None,
         checkpoint: str | Path | None = None,
+        capture: Captures = None,
+        interventions: Interventions = None,
         **unknown: NoReturn,
     ) -> RequestOutputs:
         """Complete one prompt or many; there is an output for each, in the order of the prompts.
@@ -323,6 +328,8 @@ class LLM:
             on_interrupt: Ctrl-C raises `GenerationInterrupted` with what there is of each output; "return" returns it.
             on_output: called with each output as it ends.
             checkpoint: a file that keeps each output: the same call in a new process goes on where this one was ended.
+            capture: activations to return in `output.activations`: a `Capture`, or the name of a site (`llm.sites()`).
+            interventions: `Intervention`s, changes of activations. Both are in the place of those in `extra_args`.
 
         Raises ValidationError, CheckpointError (of an adapter), GenerationInterrupted: see `on_error`, `on_interrupt`.
         """
@@ -335,7 +342,9 @@ class LLM:
             if mm_processor_kwargs and self._preprocessor.images is None:
                 refuse("mm_processor_kwargs", mm_processor_kwargs, f"None: {NO_TOWER}")
             prompts = with_processor_options(prompts, mm_processor_kwargs)
-            rows = prompt_rows(self, prompts, sampling_params, tokenization_kwargs, options, priority)
+            default = self.get_default_sampling_params
+            params = with_inside(sampling_params, capture, interventions, default)
+            rows = prompt_rows(self, prompts, params, tokenization_kwargs, options, priority)
             give_adapters(engine, rows, lora_request)
             outputs = BatchCall(self, rows, guard, options).run(engine)
         options.raise_interrupt(guard, outputs)
@@ -403,6 +412,8 @@ class LLM:
         tool_parser: str | None = "auto",
         tool_choice: str | JsonObject | None = None,
         parallel_tool_calls: bool = True,
+        capture: Captures = None,
+        interventions: Interventions = None,
     ) -> RequestOutputs:
         """Answer one conversation (a list of `{"role", "content"}`), or each of a list of conversations.
 
@@ -426,6 +437,8 @@ class LLM:
             on_too_long=on_too_long,
             on_interrupt=on_interrupt,
             on_output=asked.before(on_output),
+            capture=capture,
+            interventions=interventions,
         )
         return asked.read(outputs)
 
@@ -939,6 +952,16 @@ class LLM:
         """
         with self._exclusive():
             return self._begin().runner.save(path, format)
+
+    @known_names("LLM.sites")
+    def sites(self) -> dict[str, Site]:
+        """The places inside the model that `capture` and `interventions` name, with the shape of one position's
+        activation, in the order of computing.
+
+        Raises:
+            ValidationError: the model makes vectors or classes, or is divided over several processes.
+        """
+        return self._open_engine().runner.sites()
 
     @known_names("LLM.apply_model")
     def apply_model(self, func: Callable[[torch.nn.Module], R]) -> list[R]:

@@ -19,6 +19,7 @@ from llm.base.optional import optional_package
 from llm.base.types import JsonObject
 from llm.base.vllm_paths import missing_names
 from llm.inputs import LoRARequest
+from llm.inside.capture import Activations
 from llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ class CompletionOutput:
         stop_reason: the stop string or stop token id that ended it; None for EOS and length.
         error: with finish_reason "error" or "skipped", the exception; `raise` it for the traceback.
         structured: the outcome of `structured_outputs`; None without.
+        activations: what its `Capture` asked for; None without. It is in no table and no JSON.
         content, reasoning, tool_calls: of `LLM.chat`, what the text holds (`ToolCall`); reasoning None: there is none.
         parsed: a complete JSON answer as data (`StructuredOutputsParams.parse`); else None.
     """
@@ -183,6 +185,7 @@ class CompletionOutput:
     content: str | None = field(default=None, compare=False)
     reasoning: str | None = field(default=None, compare=False)
     tool_calls: list[ToolCall] = field(default_factory=list, compare=False)
+    activations: Activations | None = field(default=None, compare=False, repr=False)
 
     def to_message(self) -> JsonObject:
         """The reply as a message for the next conversation, as OpenAI writes it."""
@@ -412,6 +415,11 @@ class RequestOutput(Exports):
     def error(self) -> Exception | None:
         """The error of its prompt, or the first of a completion; None if there is none."""
         return next((own.error for own in self.outputs if own.error is not None), None)
+
+    @property
+    def activations(self) -> Activations | None:
+        """`activations` of the first completion."""
+        return self.outputs[0].activations if self.outputs else None
 
     @property
     def parsed(self) -> object:

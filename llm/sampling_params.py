@@ -53,6 +53,9 @@ from llm.base.suggestions import SAMPLING, STRUCTURED
 from llm.base.vllm_paths import missing_names
 
 if TYPE_CHECKING:
+    from llm.inside.asked import Asked
+
+if TYPE_CHECKING:
     import torch
 
 # vLLM's constants: a temperature below the first means greedy, and any other below the second is raised to it.
@@ -255,6 +258,7 @@ class SamplingParams:
         self.bad_words_token_ids: list[list[int]] = []
         self.thinking_token_ids: tuple[list[int], list[int]] | None = None
         self.structure: Any = None  # compiled `structured_outputs`, a llm.sampling.structured.structure.Structure
+        self.inside: Asked | None = None  # resolved captures and interventions of `extra_args`
         self.validate()
 
     @classmethod

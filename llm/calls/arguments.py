@@ -1,12 +1,13 @@
-"""Arguments that calls have in common, checked before any work starts: `lora_request`, `priority`, and those of vLLM
-that have no effect here, whose neutral values are accepted and others refused.
+"""Arguments that calls have in common, checked before any work starts: `lora_request`, `priority`, captures, and those
+of vLLM that have no effect here, whose neutral values are accepted and others refused.
 
 `llm.base.suggestions` has the messages; the runner checks an adapter's files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from llm.base.checks import check_integer, refuse
@@ -17,6 +18,10 @@ from llm.engine.rows import AnyRow, Row
 from llm.engine.step import Adapter
 from llm.errors import ValidationError
 from llm.inputs import LoRARequest
+from llm.inside.asked import CAPTURE, INTERVENTIONS
+from llm.sampling_params import SamplingParams
+
+logger = logging.getLogger("llm")
 
 Priority = int | Sequence[int] | None
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
@@ -67,6 +72,50 @@ def requests_per_row(given: LoRARequests, count: int) -> Sequence[LoRARequest | 
             value=show(given),
         )
     return given or [None] * count
+
+
+def with_inside(
+    params: object, capture: object, interventions: object, default: Callable[[], SamplingParams]
+) -> object:
+    """The params of a call's rows with its captures and interventions, in the place of their own."""
+    own = {key: value for key, value in ((CAPTURE, capture), (INTERVENTIONS, interventions)) if value is not None}
+    if not own:
+        return params
+    given = default() if params is None else params
+    if isinstance(given, SamplingParams):
+        return _with_args(given, own)
+    if isinstance(given, Sequence) and all(isinstance(item, SamplingParams) for item in given):
+        known = {id(item): _with_args(item, own) for item in given}
+        return [known[id(item)] for item in given]
+    return params  # the caller is told what is wrong with them
+
+
+def _with_args(params: SamplingParams, own: Mapping[str, object]) -> SamplingParams:
+    copied = params.clone()
+    copied.extra_args = {**(copied.extra_args or {}), **own}
+    return copied
+
+
+def check_captured(rows: Sequence[AnyRow]) -> None:
+    """Tell how much memory the activations of a call take at most.
+
+    Raises:
+        ValidationError: more than the limit of a `Capture`.
+    """
+    asked = [(row, row.params.inside) for row in rows if isinstance(row, Row) and row.params.inside is not None]
+    asked = [(row, own) for row, own in asked if own.captures]
+    if not asked:
+        return
+    size = sum(own.max_bytes(len(row.token_ids), row.params.max_tokens or 0) * row.params.n for row, own in asked)
+    limit = min(own.limit_bytes for _, own in asked)
+    logger.info("activations of %d prompts take up to %s bytes", len(asked), f"{size:,}")
+    if size > limit:
+        raise ValidationError(
+            f"the activations of {len(asked)} prompts may take {size:,} bytes, and limit_bytes is {limit:,}; capture "
+            "fewer sites or positions, set max_tokens, use dtype='float16', or raise Capture(limit_bytes=).",
+            parameter="capture",
+            value=size,
+        )
 
 
 def check_asks_nothing(**given: object) -> None:

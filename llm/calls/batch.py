@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llm.base.checks import check_choice, refuse
-from llm.calls.arguments import Priority, give_priority
+from llm.calls.arguments import Priority, check_captured, give_priority
 from llm.calls.flow import Entry
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
@@ -184,4 +184,5 @@ def prompt_rows(
     if options.on_error == "raise":
         raise_refused(rows)
     give_priority(rows, priority)
+    check_captured(rows)
     return rows

@@ -196,8 +196,10 @@ class Engine:
     def _cache_key(self, prompt_id: str, row: Row) -> bytes | None:
         """With prefix caching off, only completions of one prompt share blocks, and rows with equal `sharing`.
 
-        Rows with different adapters never do: their keys and values differ.
+        Rows with different adapters never do: their keys and values differ. Nor do rows with interventions, with any.
         """
+        if row.params.inside is not None and row.params.inside.changes:
+            return None
         adapter = "" if row.adapter is None else f"adapter {row.adapter.digest} "
         if self.config.cache_config.enable_prefix_caching:
             return adapter.encode() if row.cache_salt is None else f"{adapter}salt {row.cache_salt}".encode()
@@ -210,6 +212,8 @@ class Engine:
         any_finished, now = False, monotonic()
         for request_id, prompt_logprobs in result.prompt_logprobs.items():
             self._completions[request_id].add_prompt_logprobs(prompt_logprobs, result.prompt_scores.get(request_id, []))
+        for request_id, parts in result.activations.items():
+            self._completions[request_id].add_activations(parts)
         for request_id, tokens in result.sampled_token_ids.items():
             completion = self._completions[request_id]
             request = completion.request

@@ -14,6 +14,7 @@ import numpy as np
 from llm.engine.request import Request
 from llm.engine.rows import AnyRow, RefusedRow, Row
 from llm.inputs import LoRARequest
+from llm.inside.asked import Part
 from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, RequestStateStats, StructuredOutcome
 from llm.sampling.logprobs import TokenLogprobs
 from llm.sampling_params import SamplingParams
@@ -39,6 +40,7 @@ class Completion:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._prompt_scores: list[list[float]] = []
+        self._activations: list[Part] = []
         self._score_from = score_from
         self._stops = request.params.stop_strings
         self._text: str | None = None  # the final text, once it is known
@@ -59,6 +61,9 @@ class Completion:
 
     def add_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
         self._logprobs.extend(logprobs)
+
+    def add_activations(self, parts: list[Part]) -> None:
+        self._activations.extend(parts)
 
     def add_prompt_logprobs(self, logprobs: list[TokenLogprobs], scores: list[list[float]]) -> None:
         """Append the logprobs of the next prompt tokens."""
@@ -120,6 +125,7 @@ class Completion:
             error=request.error,
             structured=structured,
             parsed=_parsed(request, text, structured),
+            activations=None if request.params.inside is None else request.params.inside.activations(self._activations),
         )
 
     def _find_stop(self, text: str, new: int) -> None:
@@ -290,10 +296,10 @@ def _metrics(request: Request) -> RequestStateStats:
 
 
 def _plain(params: SamplingParams) -> SamplingParams:
-    """The params without the compiled structure: an output has plain data only."""
-    if params.structure is not None:
+    """The params without what they were compiled to: an output has plain data only."""
+    if params.structure is not None or params.inside is not None:
         params = params.copy_validated()
-        params.structure = None
+        params.structure = params.inside = None
     return params
 
 

@@ -28,6 +28,8 @@ from llm.engine.prompts import (
 from llm.engine.rows import AnyRow, RefusedRow, Row, RowMaker, refuse_too_long, rows_only
 from llm.errors import LLMError, PromptTooLongError, ValidationError
 from llm.inputs import TokensPrompt
+from llm.inside.asked import CAPTURE, INTERVENTIONS, asks, resolve
+from llm.inside.names import Site
 from llm.sampling.logits_processors.builtin import find_thinking_ids
 from llm.sampling.logits_processors.interface import LogitsProcessor, check_request_processors
 from llm.sampling.structured.structure import Structure, StructureCompiler, Vocabulary
@@ -59,6 +61,7 @@ class Preprocessor:
         logits_processors: the loaded classes, each of which validates every row's params.
         reasoning: the texts around reasoning where they were given.
         images: reads the pictures of prompts; None: the model has no vision tower.
+        sites: the places inside the model, by name.
     """
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int] = ()) -> None:
@@ -69,6 +72,7 @@ class Preprocessor:
         self.logits_processors: Sequence[type[LogitsProcessor]] = ()
         self.reasoning: ReasoningConfig | None = None
         self.images: PromptImages | None = None
+        self.sites: Callable[[], Mapping[str, Site]] = dict
         self._call_numbers = count()
 
     def rows(
@@ -111,6 +115,8 @@ class Preprocessor:
                     raise found.error
                 row = maker.make(text, token_ids, self._own_params(given, checked), index)
                 row.cache_salt = found.cache_salt
+                if row.params.inside is not None:
+                    row.params.inside = row.params.inside.for_prompt(len(row.token_ids))
                 row.num_dropped_tokens += dropped
                 pictures.give(row, offset)
                 rows.append(row)
@@ -308,6 +314,8 @@ class Preprocessor:
             refuse("spaces_between_special_tokens", False, "True with a tokenizer that has no tokenizer.json")
         if params.structured_outputs is not None:
             params.structure = self._compile_structure(params)
+        if asks(params.extra_args):
+            params.inside = resolve(params.extra_args or {}, self.sites())
         params.bad_words_token_ids = self._bad_words(params.bad_words or [])
         params.thinking_token_ids = find_thinking_ids(params, self.tokenizer, self.reasoning)
         check_request_processors(params)
@@ -353,11 +361,9 @@ class Preprocessor:
                 raise ValidationError(
                     f"{processor.__name__} refuses the sampling params: {said}", parameter="sampling_params"
                 ) from error
-        if params.extra_args and not self.logits_processors and not params.logits_processors:
-            logger.warning(
-                "extra_args %s are given, and no logits processor is loaded that could read them.",
-                sorted(map(str, params.extra_args)),
-            )
+        unread = sorted(map(str, (params.extra_args or {}).keys() - {CAPTURE, INTERVENTIONS}))
+        if unread and not self.logits_processors and not params.logits_processors:
+            logger.warning("extra_args %s are given, and no logits processor is loaded that could read them.", unread)
 
 
 def _check_generates(config: ModelConfig) -> None:

@@ -110,8 +110,8 @@ class Request:
     @property
     def max_cached_tokens(self) -> int:
         """How many leading tokens may come from the prefix cache. It has no logits, so tokens that still need prompt
-        logprobs must be computed."""
-        if self.params.skip_reading_prefix_cache:
+        logprobs must be computed, and those of a request that looks inside the model."""
+        if self.params.skip_reading_prefix_cache or self.params.inside is not None:
             return 0
         return self.num_tokens if self.prompt_logprobs_from >= self.num_prompt_tokens else self.prompt_logprobs_from
 

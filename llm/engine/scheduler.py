@@ -117,7 +117,8 @@ class Scheduler:
             num_accepted += accepted
             self.blocks.trim(request)
         for request_id, drafts in result.draft_token_ids.items():
-            requests[request_id].draft_token_ids = drafts
+            if requests[request_id].params.inside is None:  # a rejected draft would be among its activations
+                requests[request_id].draft_token_ids = drafts
         return num_accepted
 
     def finish(self, request: Request) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from llm.inputs import LoRARequest
+from llm.inside.asked import Part
 from llm.sampling.logprobs import TokenLogprobs
 from llm.sampling_params import SamplingParams
 
@@ -156,6 +157,7 @@ class RunnerOutput:
             reported for ended with an earlier token.
         draft_token_ids: request id -> drafts for its next step.
         pooled: request id -> the result of a pooling model's row, which it ends: float32 [size] or [tokens, size].
+        activations: request id -> what was captured in this step: (site, positions, values).
         model_seconds: time in forward, LM head and sampler.
     """
 
@@ -166,6 +168,7 @@ class RunnerOutput:
     errors: dict[str, Exception] = field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     pooled: dict[str, np.ndarray] = field(default_factory=dict)
+    activations: dict[str, list[Part]] = field(default_factory=dict)
     model_seconds: float = 0.0
 
 

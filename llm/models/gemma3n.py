@@ -144,7 +144,7 @@ class Gemma3nLayer(d.PreAndPostNormLayer):
         self.per_layer = d.PerLayerGate(
             norms.per_layer_size, "gelu_pytorch_tanh", norms.altup.norm, context, f"{prefix}.per_layer"
         )
-        self.active = norms.altup.active
+        self.active, self.streams = norms.altup.active, norms.altup.inputs
 
     def forward(
         self,

@@ -34,6 +34,7 @@ from llm.forward import (
     all_roll_back,
     group_states,
 )
+from llm.inside.names import Site
 from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend
 from llm.layers.parallel import SINGLE, tensor_parallel
@@ -51,6 +52,7 @@ from llm.quantization.on_load import ActivationStatistics
 from llm.runner.adapters import ModelAdapters
 from llm.runner.batch import InputBatch, StepInput
 from llm.runner.images import ImageRows, TowerTensors
+from llm.runner.inside import ModelInside
 from llm.runner.inspection import (
     ExpertCounter,
     InputObserver,
@@ -158,11 +160,19 @@ class ModelRunner:
             started = perf_counter()
             batch = self.prepare_batch(step)
             batch = self.images.apply(step, self.batch, batch)
+            inside = self.inside.step(step, self.batch, self.backend.upload)
+            batch.on_tokens = None if inside is None else inside.on_tokens
             self.extend_context(batch, plan)
             self._copy_states((new.restored_slot, new.slot) for new in plan.new_rows if new.restored_slot)
-            hidden = self.forward(batch)
-            self._copy_states(plan.snapshots)
             result = RunnerOutput()
+            if inside is None:
+                hidden = self.forward(batch)
+            else:
+                with inside.entered():
+                    hidden = self.forward(batch)
+                hidden = inside.after(hidden, self._logits_of)
+                result.activations = inside.activations
+            self._copy_states(plan.snapshots)
             if self.pooler is None:
                 self._read(hidden, step, result)
             else:
@@ -293,6 +303,19 @@ class ModelRunner:
             raise LLMError(f"{self.plan.source.path} is in GGUF already, and is not written in another format.")
         return save_quantized(self.model, self.targets, self.plan.source.folder, self.plan.hf_config, path, format)
 
+    def sites(self) -> dict[str, Site]:
+        """The places where activations can be read or changed, in the order of computing.
+
+        Raises:
+            ValidationError: several ranks have a part of the model each, or it generates nothing.
+        """
+        if self.plan.tp_size > 1 or self.plan.pooling is not None:
+            raise ValidationError(
+                "the inside of a model is open where it generates text, in one process (tensor_parallel_size=1).",
+                parameter="capture",
+            )
+        return self.inside.sites()
+
     def cost(self) -> ModelCost:
         """What a step reads and computes."""
         return count_model(self.model, self.plan.config.cache_config.kv_cache_dtype, self.plan.kv_cache_specs)
@@ -305,6 +328,7 @@ class ModelRunner:
                 return function(self.model)
         finally:
             weights_changed(self.model)
+            self.inside = ModelInside(self.model, self._vocab_size)
             if self.recorded is not None:
                 self.recorded = self._new_recorded()
 
@@ -495,6 +519,7 @@ class ModelRunner:
         pad = pad if isinstance(pad, int) and 0 <= pad < config.model_config.vocab_size else 0
         self.images = ImageRows(self._make_tower, both_ways, pad=pad)
         self._vocab_size = config.model_config.vocab_size
+        self.inside = ModelInside(self.model, self._vocab_size)
         self._logit_rows_at_once = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
         if config.lora_config is not None:
             self.adapters = ModelAdapters(self.model, config.lora_config, self.backend)

@@ -198,6 +198,7 @@ class RecordedSteps:
             and batch.inputs_embeds is None
             and batch.images is None
             and not batch.extensions
+            and batch.on_tokens is None
             and not self._is_watched()
         )
 

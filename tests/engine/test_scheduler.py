@@ -44,7 +44,7 @@ def params(n: int = 1, min_tokens: int = 0, ignore_eos: bool = False, stops: boo
 def cache_key(prefix_caching: bool, prompt_id: str, n: int) -> bytes | None:
     """What the engine gives a request; an engine needs a model, so its method is called without one."""
     config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching))
-    row = SimpleNamespace(sharing=None, cache_salt=None, adapter=None, params=SimpleNamespace(n=n))
+    row = SimpleNamespace(sharing=None, cache_salt=None, adapter=None, params=SimpleNamespace(n=n, inside=None))
     return Engine._cache_key(SimpleNamespace(config=config), prompt_id, row)  # type: ignore[arg-type]
 
 

@@ -77,10 +77,12 @@ class DecoderLayer(Patchable):
 
     Attributes:
         mixer_name: of the part that mixes tokens, attention or a recurrence.
+        streams: how many residual streams there are, side by side in the channels of `hidden`.
     """
 
     self_attn: nn.Module
     mlp: nn.Module
+    streams: int = 1
 
     def __init__(self, layer: LayerConfig, context: BuildContext, prefix: str) -> None:
         super().__init__()

@@ -84,6 +84,17 @@ class TransformersForCausalLM(Patchable):
         # Not submodules: their parts are registered above, under the names of the checkpoint.
         self._theirs: tuple[Theirs] = (model,)
         self._passes = Passes(model, base)
+        self._base: tuple[nn.Module] = (base,)
+
+    @property
+    def base(self) -> nn.Module:
+        """transformers' base model, which has the layers."""
+        return self._base[0]
+
+    @property
+    def their_config(self) -> Theirs:
+        """transformers' config of the language model."""
+        return self._theirs[0].config.get_text_config(decoder=True)
 
     def rename_weight(self, name: str) -> str:
         return self.names.rename(name)

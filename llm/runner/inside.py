@@ -1,0 +1,207 @@
+"""The runner's side of captures and interventions: a step in which some rows read or change activations.
+
+Such a step is not recorded. Only the modules with a site that a row of the step asks for are stepped into: their
+`forward` is replaced on the object for the length of the forward pass. These are not torch's hooks, which are counted:
+what looks for hooks (`llm.base.watch`) would search the whole model again in the steps after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from llm.inside.asked import Asked, Part
+from llm.inside.intervention import Change, Place
+from llm.inside.names import FINAL, LOGITS, Site
+from llm.inside.positions import wanted
+from llm.inside.sites import Hook, Take, final_sites, find_hooks
+from llm.runner.batch import InputBatch, StepInput
+
+Upload = Callable[[np.ndarray], torch.Tensor]
+# (hidden states [N, H], their batch rows) -> logits float32 [N, vocab].
+ComputeLogits = Callable[[torch.Tensor, np.ndarray], torch.Tensor]
+
+
+class ModelInside:
+    """The sites of a model."""
+
+    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+        self._hooks: Mapping[str, Hook] = find_hooks(model)
+        self._final = final_sites(model, vocab_size)
+
+    def sites(self) -> dict[str, Site]:
+        """In the order of computing."""
+        return {site.name: site for site in [*(hook.site for hook in self._hooks.values()), *self._final]}
+
+    def step(self, step: StepInput, batch: InputBatch, upload: Upload) -> StepInside | None:
+        """What the rows of a step ask for at its positions; None: nothing."""
+        work: dict[str, list[RowWork]] = {}
+        first = 0
+        for row, count in zip(step.rows.tolist(), step.counts.tolist(), strict=True):
+            asked: Asked | None = batch.params[row].inside
+            if asked is not None:
+                start = int(batch.num_computed[row])
+                at = np.arange(start, start + count)
+                for name, own in _row_work(asked, batch, row, first, at).items():
+                    work.setdefault(name, []).append(own)
+            first += count
+        if not work:
+            return None
+        sites = self.sites()
+        return StepInside(work, [hook for name, hook in self._hooks.items() if name in work], sites, upload)
+
+
+@dataclass
+class RowWork:
+    """What one row does at one site in a step.
+
+    Attributes:
+        first: index of the row's first token among the step's.
+        positions: int64 [N], of the tokens that are captured or changed.
+        captured: bool [N].
+        changes: bool [N] each, in their order.
+    """
+
+    request_id: str
+    row: int
+    first: int
+    start: int
+    num_prompt: int
+    token_ids: np.ndarray
+    positions: np.ndarray
+    captured: np.ndarray
+    dtype: str = "float32"
+    changes: Sequence[tuple[np.ndarray, Change]] = ()
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Indices among the step's tokens."""
+        return self.positions - self.start + self.first
+
+
+def _row_work(asked: Asked, batch: InputBatch, row: int, first: int, at: np.ndarray) -> dict[str, RowWork]:
+    found = {}
+    num_prompt = int(batch.num_prompt_tokens[row])
+    for name in asked.sites:
+        positions, dtype = asked.captures.get(name, ((), "float32"))
+        captured = wanted(positions, at, num_prompt)
+        changes = [(wanted(where, at, num_prompt), change) for where, change in asked.changes.get(name, ())]
+        any_of = np.logical_or.reduce([captured, *(mask for mask, _ in changes)])
+        if not any_of.any():
+            continue
+        own = np.flatnonzero(any_of)
+        found[name] = RowWork(
+            *(batch.request_ids[row], row, first, int(at[0]), num_prompt, batch.token_ids[row], at[own]),
+            *(captured[own], dtype, [(mask[own], change) for mask, change in changes if mask.any()]),
+        )
+    return found
+
+
+@dataclass
+class StepInside:
+    """A step with captures or interventions; `activations` has what was captured, by request."""
+
+    work: Mapping[str, Sequence[RowWork]]
+    hooks: Sequence[Hook]
+    sites: Mapping[str, Site]
+    upload: Upload
+    activations: dict[str, list[Part]] = field(default_factory=dict)
+    _captured: list[tuple[str, str, np.ndarray, torch.Tensor]] = field(default_factory=list)
+    # Which of the step's tokens the model computes at a time, where it does not compute all at once.
+    _span: slice | None = None
+
+    def on_tokens(self, span: slice) -> None:
+        """Called by a model that computes the step's tokens in parts, before each."""
+        self._span = span
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, the model's modules stop at the sites."""
+        before: list[tuple[dict[str, object], object]] = []
+        try:
+            for hook in self.hooks:
+                own = vars(hook.module)
+                before.append((own, own.get("forward")))
+                own["forward"] = partial(_run, hook, hook.module.forward, self.visit)
+            yield
+        finally:
+            for own, forward in reversed(before):
+                if forward is None:
+                    del own["forward"]
+                else:
+                    own["forward"] = forward
+
+    def after(self, hidden: torch.Tensor, compute_logits: ComputeLogits) -> torch.Tensor:
+        """The sites behind the forward pass; returns the hidden states [N, H], changed or not."""
+        self._span = None
+        found = self.visit(self.sites[FINAL], len(hidden), lambda tokens: hidden[tokens])
+        if found is not None:
+            hidden = hidden.index_copy(0, *found)
+        for own in self.work.get(LOGITS, ()):
+            rows = np.full(len(own.positions), own.row)
+            logits = compute_logits(hidden[self.upload(own.tokens)], rows)
+            self._captured.append((own.request_id, LOGITS, own.positions, logits.to(getattr(torch, own.dtype))))
+        for request_id, name, positions, values in self._captured:
+            part = name, positions, values.cpu().numpy()
+            self.activations.setdefault(request_id, []).append(part)
+        return hidden
+
+    def visit(
+        self, site: Site, tokens: int, take: Take, chosen: Take | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`llm.inside.sites.Visit`."""
+        span = self._span or slice(0, tokens)
+        if span.stop - span.start != tokens:
+            raise RuntimeError(f"{site.name} was computed for {tokens} tokens of {span.stop - span.start}")
+        changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for own in self.work.get(site.name, ()):
+            here = np.flatnonzero((own.tokens >= span.start) & (own.tokens < span.stop))
+            if not len(here):
+                continue
+            indices = self.upload(own.tokens[here] - span.start)
+            x = take(indices)
+            if own.changes:
+                ids = None if chosen is None else chosen(indices)
+                x = self._change(site, own, here, x.float(), ids)
+                changed.append((indices, x))
+            kept = np.flatnonzero(own.captured[here])
+            if len(kept):
+                values = x if len(kept) == len(here) else x[self.upload(kept)]
+                kind = values.dtype if site.dtype == "int64" else getattr(torch, own.dtype)
+                # `take` copies, and what is put back is copied again: nobody writes into it.
+                self._captured.append((own.request_id, site.name, own.positions[here[kept]], values.to(kind)))
+        if not changed:
+            return None
+        return torch.cat([indices for indices, _ in changed]), torch.cat([values for _, values in changed])
+
+    def _change(
+        self, site: Site, own: RowWork, here: np.ndarray, x: torch.Tensor, chosen: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`x` of the positions `here` of a row, after its interventions."""
+        for mask, change in own.changes:
+            at = np.flatnonzero(mask[here])
+            if not len(at):
+                continue
+            indices = self.upload(at)
+            places = [
+                Place(
+                    site.name,
+                    int(own.positions[here[index]]),
+                    own.num_prompt,
+                    int(own.token_ids[own.positions[here[index]]]),
+                    None if chosen is None else chosen[index],
+                )
+                for index in at.tolist()
+            ]
+            x = x.index_copy(0, indices, change(x[indices], places).float())
+        return x
+
+
+def _run(hook: Hook, forward: Callable[..., object], visit: object, *args: object, **kwargs: object) -> object:
+    return hook.run(forward, visit, args, kwargs)  # type: ignore[arg-type]
