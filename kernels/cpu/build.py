@@ -297,7 +297,7 @@ def compile_library(
         linked = Path(scratch, "library.so")
         # No OpenMP runtime is linked: the kernels have their own threads (threads.cpp).
         _run([compiler, "-shared", *extra_flags, "-Wl,--as-needed", *map(str, objects), "-o", str(linked)], lock)
-        _seal(linked)
+        seal(linked)
         _replace(linked, output)
 
 
@@ -322,8 +322,8 @@ def is_whole(path: Path) -> bool:
     return len(content) > _SEAL_BYTES and content[-_SEAL_BYTES:] == _seal_of(content[:-_SEAL_BYTES])
 
 
-def _seal(path: Path) -> None:
-    """Append size and digest, and sync the file to disk before it is renamed."""
+def seal(path: Path) -> None:
+    """Append size and digest, and sync the file to disk: it is renamed after that."""
     with open(path, "r+b") as file:
         file.write(_seal_of(file.read()))
         file.flush()

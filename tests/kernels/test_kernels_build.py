@@ -232,7 +232,7 @@ def test_a_checkout_uses_the_kernels_of_a_package_installed_from_it(
     assert build.packaged_library("plain") is None
     (folder / "plain-key-of-this-test.so").write_text("half of")
     assert build.packaged_library("plain") is None
-    build._seal(folder / "plain-key-of-this-test.so")
+    build.seal(folder / "plain-key-of-this-test.so")
     found = folder / "plain-key-of-this-test.so"
     assert build.packaged_library("plain") == found
     for path, mode in ((folder, 0o777), (found, 0o775), (folder.parents[2], 0o757)):

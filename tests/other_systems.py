@@ -1,0 +1,162 @@
+"""macOS and Windows, as far as a Linux machine can stand for them: what they lack is hidden from the library's code.
+
+    python tests/other_systems.py win32 tests/jobs          # pytest, with the library on what looks like Windows
+    python tests/other_systems.py darwin tests/config tests/setup
+
+Owns no tests. `pretend(system)` comes before the first import of `llm`. Its modules then import views of `os`,
+`signal`, `mmap`, `sys` and `ctypes` without the calls that the system has not got, and with its name; other packages
+keep the real ones. /proc and /sys are gone for everybody's Python code. Calls of Windows' own are stood in for.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import fcntl
+import io
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+# What macOS has not got, of what a Linux's Python has.
+_NO_MAC = {
+    "os": "sched_getaffinity sched_setaffinity fdatasync posix_fadvise posix_fallocate memfd_create getrandom O_TMPFILE",
+    "mmap": "MADV_HUGEPAGE MAP_POPULATE MADV_POPULATE_WRITE",
+    "signal": "sigtimedwait SIGRTMIN pidfd_send_signal",
+}
+_NO_WINDOWS = {
+    "os": (
+        "fork register_at_fork getuid geteuid getgid pread pwrite preadv pwritev mkfifo setsid killpg nice "
+        "getloadavg sysconf statvfs uname chown O_DIRECTORY O_NOFOLLOW O_NONBLOCK O_CLOEXEC EX_OK wait3 wait4 pipe2 "
+        "getpgid set_blocking"
+    ),
+    "mmap": "MAP_PRIVATE MAP_SHARED MAP_ANONYMOUS MAP_ANON MADV_WILLNEED MADV_DONTNEED MADV_SEQUENTIAL PROT_READ",
+    "signal": (
+        "SIGALRM SIGPROF SIGXCPU SIGHUP SIGKILL SIGUSR1 SIGUSR2 SIGPIPE SIGCHLD setitimer alarm ITIMER_PROF ITIMER_REAL "
+        "pthread_kill pthread_sigmask sigwait siginterrupt"
+    ),
+}
+_NO_MODULES = {
+    "darwin": (),
+    "win32": ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "readline"),
+}
+_REAL_IMPORT = builtins.__import__
+
+
+class View(ModuleType):
+    """A module without some of its names, and with others in the place of some."""
+
+    def __init__(self, module: ModuleType, hidden: set[str], changed: dict[str, Any]) -> None:
+        super().__init__(module.__name__)
+        vars(self).update(_module=module, _hidden=hidden, **changed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._hidden:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} on this system")
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+    def __dir__(self) -> list[str]:
+        return [name for name in dir(self._module) if name not in self._hidden]
+
+
+def _locking(descriptor: int, mode: int, nbytes: int) -> None:
+    """msvcrt's: of bytes from the descriptor's position on, refused at once where they are locked."""
+    flags = fcntl.LOCK_UN if mode == _MSVCRT.LK_UNLCK else fcntl.LOCK_EX | fcntl.LOCK_NB
+    fcntl.flock(descriptor, flags)
+    assert nbytes == 1 and os.lseek(descriptor, 0, os.SEEK_CUR) >= 1 << 40  # behind every content
+
+
+_MSVCRT = SimpleNamespace(locking=_locking, LK_NBLCK=2, LK_UNLCK=0)
+
+
+def _win_dll(name: str) -> Any:
+    assert name == "kernel32"
+    return SimpleNamespace(FreeLibrary=ctypes.CDLL(None).dlclose)
+
+
+def _replace(source: Any, target: Any) -> None:
+    """Windows' for a file that a scanner has open: refused at the first try."""
+    now = time.monotonic()
+    first = _REFUSED.setdefault(str(target), now)
+    if first == now:
+        raise PermissionError(13, "The process cannot access the file because it is being used by another process")
+    del _REFUSED[str(target)]
+    os.replace(source, target)
+
+
+_REFUSED: dict[str, float] = {}
+
+
+def _views(system: str) -> dict[str, ModuleType]:
+    import mmap
+    import signal
+
+    hidden = {name: set(words.split()) for name, words in _NO_MAC.items()}
+    changed: dict[str, dict[str, Any]] = {"sys": {"platform": system}, "os": {}, "ctypes": {}}
+    if system == "win32":
+        hidden = {name: words | set(_NO_WINDOWS[name].split()) for name, words in hidden.items()}
+        changed["os"] = {"name": "nt", "replace": _replace}
+        changed["ctypes"] = {"WinDLL": _win_dll}
+    modules = (os, mmap, signal, sys, ctypes)
+    return {m.__name__: View(m, hidden.get(m.__name__, set()), changed.get(m.__name__, {})) for m in modules}
+
+
+def _hide_folders() -> None:
+    """/proc and /sys: for Python's `open` and `stat`."""
+    real_open, real_stat = io.open, os.stat
+
+    def is_hidden(path: Any) -> bool:
+        return isinstance(path, (str, Path)) and str(path).startswith(("/proc/", "/sys/"))
+
+    def stat(path: Any, *arguments: Any, **named: Any) -> os.stat_result:
+        if is_hidden(path):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return real_stat(path, *arguments, **named)
+
+    def opened(path: Any, *arguments: Any, **named: Any) -> Any:
+        if is_hidden(path):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return real_open(path, *arguments, **named)
+
+    os.stat = stat
+    io.open = builtins.open = opened
+
+
+def pretend(system: str) -> None:
+    """From now on the modules of `llm` are on "darwin" or "win32"."""
+    assert not any(name == "llm" or name.startswith("llm.") for name in sys.modules), "llm is imported already"
+    views, missing = _views(system), _NO_MODULES[system]
+    memory = SimpleNamespace(total=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    memory.available = memory.total // 2
+    psutil = SimpleNamespace(virtual_memory=lambda: memory)
+
+    def imported(name: str, spaces: Any = None, *rest: Any, **named: Any) -> Any:
+        caller = spaces if spaces is not None else sys._getframe(1).f_globals
+        if str(caller.get("__name__", "")).partition(".")[0] != "llm":
+            return _REAL_IMPORT(name, spaces, *rest, **named)
+        if name in missing:
+            raise ImportError(f"no module named {name!r} on this system", name=name)
+        if name == "msvcrt" and system == "win32":
+            return _MSVCRT
+        if name == "psutil":
+            return psutil
+        found = views.get(name)
+        return _REAL_IMPORT(name, spaces, *rest, **named) if found is None else found
+
+    builtins.__import__ = imported
+    platform.system = lambda: {"darwin": "Darwin", "win32": "Windows"}[system]
+    _hide_folders()
+
+
+if __name__ == "__main__":
+    import pytest
+
+    pretend(sys.argv[1])
+    sys.exit(pytest.main(sys.argv[2:]))
