@@ -24,7 +24,7 @@ from typing import Any
 
 # What macOS has not got, of what a Linux's Python has.
 _NO_MAC = {
-    "os": "sched_getaffinity sched_setaffinity fdatasync posix_fadvise posix_fallocate memfd_create getrandom O_TMPFILE",
+    "os": "sched_getaffinity sched_setaffinity fdatasync posix_fadvise posix_fallocate memfd_create O_TMPFILE",
     "mmap": "MADV_HUGEPAGE MAP_POPULATE MADV_POPULATE_WRITE",
     "signal": "sigtimedwait SIGRTMIN pidfd_send_signal",
 }
@@ -36,8 +36,8 @@ _NO_WINDOWS = {
     ),
     "mmap": "MAP_PRIVATE MAP_SHARED MAP_ANONYMOUS MAP_ANON MADV_WILLNEED MADV_DONTNEED MADV_SEQUENTIAL PROT_READ",
     "signal": (
-        "SIGALRM SIGPROF SIGXCPU SIGHUP SIGKILL SIGUSR1 SIGUSR2 SIGPIPE SIGCHLD setitimer alarm ITIMER_PROF ITIMER_REAL "
-        "pthread_kill pthread_sigmask sigwait siginterrupt"
+        "SIGALRM SIGPROF SIGXCPU SIGHUP SIGKILL SIGUSR1 SIGUSR2 SIGPIPE SIGCHLD setitimer alarm ITIMER_PROF "
+        "ITIMER_REAL pthread_kill pthread_sigmask sigwait siginterrupt"
     ),
 }
 _NO_MODULES = {
@@ -104,7 +104,9 @@ def _views(system: str) -> dict[str, ModuleType]:
         hidden = {name: words | set(_NO_WINDOWS[name].split()) for name, words in hidden.items()}
         changed["os"] = {"name": "nt", "replace": _replace}
         changed["ctypes"] = {"WinDLL": _win_dll}
-    modules = (os, mmap, signal, sys, ctypes)
+    name = {"darwin": "Darwin", "win32": "Windows"}[system]
+    changed["platform"] = {"system": lambda: name}
+    modules = (os, mmap, signal, sys, ctypes, platform)
     return {m.__name__: View(m, hidden.get(m.__name__, set()), changed.get(m.__name__, {})) for m in modules}
 
 
@@ -151,7 +153,6 @@ def pretend(system: str) -> None:
         return _REAL_IMPORT(name, spaces, *rest, **named) if found is None else found
 
     builtins.__import__ = imported
-    platform.system = lambda: {"darwin": "Darwin", "win32": "Windows"}[system]
     _hide_folders()
 
 

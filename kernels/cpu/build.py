@@ -182,7 +182,9 @@ def source_key() -> str:
 
 
 def find_compiler() -> str:
-    """The C++ compiler: $CXX, or the first of c++, g++ and clang++; raises `BuildError`."""
+    """The C++ compiler: $CXX, or the first of c++, g++ and clang++; raises `BuildError`, on Windows always."""
+    if os.name == "nt":  # compilers are given flags, a lock and limits in the ways of other systems
+        raise BuildError("on Windows no kernels are compiled; install a wheel for win_amd64, which has them")
     named = os.environ.get("CXX") or ""
     for name in (named, *_COMPILERS):
         found = shutil.which(name) if name else None
@@ -296,7 +298,8 @@ def compile_library(
             list(pool.map(lambda command: _run(command, lock), commands))
         linked = Path(scratch, "library.so")
         # No OpenMP runtime is linked: the kernels have their own threads (threads.cpp).
-        _run([compiler, "-shared", *extra_flags, "-Wl,--as-needed", *map(str, objects), "-o", str(linked)], lock)
+        as_needed = ["-Wl,--as-needed"] if sys.platform == "linux" else []  # macOS's linker has no such option
+        _run([compiler, "-shared", *extra_flags, *as_needed, *map(str, objects), "-o", str(linked)], lock)
         seal(linked)
         _replace(linked, output)
 

@@ -1,0 +1,112 @@
+"""The library without what macOS and Windows lack (other_systems.py): the same answers, files and locks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embedded import ROOT, python
+
+PROGRAM = """
+import contextlib, io, json, os, sys
+if sys.argv[1] != "linux":
+    import other_systems
+    other_systems.pretend(sys.argv[1])
+from pathlib import Path
+from llm import LLM, SamplingParams
+from llm.base import system
+from llm.cli import main
+from llm.errors import LLMError
+from llm.text import chat_template
+
+told = {}
+folder = Path(sys.argv[2])
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    told["status"] = main(["generate", "In the beginning", "--temperature", "0", "--max-tokens", "8"])
+told["printed"] = printed.getvalue().splitlines()[0]
+told["doctor"] = main(["doctor"]) in (0, 1)  # 1: it found something to do on this machine
+params = SamplingParams(temperature=0, max_tokens=8)
+with LLM(speculative_config=None) as llm:
+    told["invariant"] = llm.config.invariant
+    (folder / "in.jsonl").write_text("".join(json.dumps({"prompt": f"Verse {row}"}) + chr(10) for row in range(6)))
+    llm.run(folder / "in.jsonl", folder / "out.jsonl", params, use_tqdm=False)
+    told["rows"] = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    told["long"] = llm.generate("In the beginning " * 40, params, use_tqdm=False)[0].outputs[0].token_ids
+    llm.save_prefix_cache(folder / "prompts")
+with LLM(speculative_config=None, prefix_cache=folder / "prompts") as llm:
+    again = llm.generate("In the beginning " * 40, params, use_tqdm=False)[0]
+    told["again"], told["cached"] = again.outputs[0].token_ids, again.num_cached_tokens
+# Without kernels weights cannot be offloaded.
+with LLM(speculative_config=None, offload_weights=told["invariant"]) as llm:
+    told["offloaded"] = llm.generate("In the beginning", params, use_tqdm=False)[0].outputs[0].token_ids
+try:
+    told["template"] = chat_template.PROCESS.render("{% for m in messages %}{{ m }}{% endfor %}", {"messages": ["a"]})
+except chat_template.TemplateLimit as limit:
+    told["template"] = f"TemplateLimit: {limit}"
+file = open(folder / "lock", "w")
+system.lock(file.fileno())
+with open(folder / "lock") as other:
+    try:
+        system.lock(other.fileno())
+        told["second lock"] = "held"
+    except OSError:
+        told["second lock"] = "refused"
+system.replace(folder / "lock", folder / "renamed")
+told["renamed"] = (folder / "renamed").exists()
+told["memory"] = all(bytes > 0 for bytes in system.memory())
+told["cores"] = len(system.cores()) > 0
+json.dump(told, open(folder / "told.json", "w"))
+"""
+
+
+def told_on(name: str, folder: Path) -> dict[str, Any]:
+    folder.mkdir()
+    done = python("-c", PROGRAM, name, str(folder), cwd=folder, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "told.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("systems")
+    return {name: told_on(name, folder / name) for name in ("linux", "darwin", "win32")}
+
+
+@pytest.mark.parametrize("name", ["darwin", "win32"])
+def test_answers_and_files_are_those_of_linux(name: str, told: dict[str, dict[str, Any]]) -> None:
+    expected, found = dict(told["linux"]), dict(told[name])
+    assert expected["status"] == 0 and expected["second lock"] == "refused" and len(expected["rows"]) == 6
+    assert expected["again"] == expected["long"] and expected["cached"] > 0
+    if name == "win32":  # no process there can be limited, and no kernels are compiled
+        assert found.pop("template").startswith("TemplateLimit: it is more than plain, and this system cannot limit")
+        assert not found.pop("invariant") and expected.pop("invariant")
+        assert expected.pop("template") == "a"
+    assert found == expected
+
+
+def test_what_is_hidden_is_missed() -> None:
+    """Planted: a module of `llm` that uses Linux's own calls fails there, and one of another package does not."""
+    program = """
+import other_systems
+other_systems.pretend("win32")
+for name in ("llm.planted", "another"):
+    for code in ("import fcntl", "import os; os.fork", "from signal import setitimer", "open('/proc/meminfo')"):
+        try:
+            exec(code, {"__name__": name, "__builtins__": __builtins__})
+            print(name, code, "ran")
+        except (ImportError, AttributeError, FileNotFoundError) as error:
+            print(name, code, type(error).__name__)
+"""
+    done = python("-c", program, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    assert done.stdout.splitlines() == [
+        "llm.planted import fcntl ImportError",
+        "llm.planted import os; os.fork AttributeError",
+        "llm.planted from signal import setitimer ImportError",
+        "llm.planted open('/proc/meminfo') FileNotFoundError",
+        "another import fcntl ran",
+        "another import os; os.fork ran",
+        "another from signal import setitimer ran",
+        "another open('/proc/meminfo') FileNotFoundError",
+    ]
