@@ -296,7 +296,7 @@ class OnlineConfig(QuantizationConfig):
                 value=self.bits,
             )
         self.eight_bits |= dict.fromkeys(shared.paths, f"within bits={self.bits:g}")
-        self.told = f"bits={self.bits:g}, {shared}"
+        self.summary = f"bits={self.bits:g}, {shared}"
 
     def asks_group_size(self, prefix: str) -> bool:
         """Whether the group size of a linear layer is the user's."""
@@ -334,7 +334,7 @@ class OnlineConfig(QuantizationConfig):
         storage = QuantizeOnLoad(recipe.bits, size, self.statistics.get(prefix), static, form, rotation)
         reason = f"{ON_LOAD}: {name}{note}{instead}{choice.why and f', {choice.why}'}"
         method: QuantizeMethodBase = get_scheme(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
-        method.told = choice.why and f"{name} {choice.why}"
+        method.summary = choice.why and f"{name} {choice.why}"
         return method
 
 

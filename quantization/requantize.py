@@ -49,7 +49,7 @@ class RequantizeConfig(QuantizationConfig):
             return found
         target = again.storage
         if is_small and self._is_smaller_head(layer, found, again):
-            found.reason, found.told = f"kept as stored, {found.reason}", "kept as stored"
+            found.reason, found.summary = f"kept as stored, {found.reason}", "kept as stored"
             return found
         keeps = is_small and target.bits <= 4 and target.form in INTEGERS
         asks = keeps and self.online.asks_group_size(prefix)

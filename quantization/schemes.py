@@ -191,7 +191,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
     def _take(self, layer: Any, weight: IntegerWeight) -> None:
         self._scheme.check(weight)
         if self.storage.note:
-            self.reason, self.told = f"{self.storage.note}: {self.reason}", self.storage.note
+            self.reason, self.summary = f"{self.storage.note}: {self.reason}", self.storage.note
         weight = weight.to(self._device)
         bits: Weight = self._ops.pack(weight.q, self._scheme.kind)
         scaled = bits.scaled(

@@ -156,9 +156,13 @@ def flags_of_torch() -> set[str]:
     """What PyTorch knows of the processor, by Linux's names; nothing where it cannot tell. AMX is Linux's to grant."""
     import torch
 
-    told: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    has = {_TORCH_NAMES.get(name, name) for name, value in told.items() if value is True and not name.startswith("amx")}
-    return has | ({"GenuineIntel"} if "Intel" in str(told.get("cpu_name")) else set())
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    has = {
+        _TORCH_NAMES.get(name, name)
+        for name, value in capabilities.items()
+        if value is True and not name.startswith("amx")
+    }
+    return has | ({"GenuineIntel"} if "Intel" in str(capabilities.get("cpu_name")) else set())
 
 
 def request_tiles() -> bool:

@@ -158,14 +158,14 @@ def held_otherwise(model: nn.Module, config: QuantizationConfig | None) -> str:
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     stored = dict.fromkeys(method.stored_as for method in methods if isinstance(method, AbsorbedLinearMethod))
     schemes = ", ".join(filter(None, stored))
-    told = Counter(filter(None, (getattr(method, "told", "") for method in methods)))
+    summaries = Counter(filter(None, (getattr(method, "summary", "") for method in methods)))
     parts = []
-    if config is not None and config.told:
+    if config is not None and config.summary:
         weights = [getattr(module, "packed_weight", None) for _, module in linear_layers(model)]
         held = [part for weight in weights if weight is not None for part in weight.memory().values()]
         size = sum(part.nbytes for part in held if part is not None)
-        parts.append(f"{config.told}; with their scales they take {size:,} bytes")
-    parts += [f"{count} {'layer' if count == 1 else 'layers'} {what}" for what, count in told.items()]
+        parts.append(f"{config.summary}; with their scales they take {size:,} bytes")
+    parts += [f"{count} {'layer' if count == 1 else 'layers'} {what}" for what, count in summaries.items()]
     if schemes:
         parts.append(f"kv_b_proj, {schemes} in the checkpoint, is held as float32: latent attention reads it in parts")
     return "; ".join(parts)

@@ -122,7 +122,7 @@ class RunnerProfile:
             (runner.batch, "settle", "batch: counts of a step", ENGINE),
         ):
             patch(replaced(target, attribute, recorder.wrap(getattr(target, attribute), name, kind)))
-        patch(replaced(runner, "execute", _telling_the_phase(runner.execute, recorder)))
+        patch(replaced(runner, "execute", _beginning_steps(runner.execute, recorder)))
 
     def stop(self) -> list[ProfileRow]:
         """Remove the patches; the table rows. What is left of the time of `execute` is its own."""
@@ -142,14 +142,14 @@ def _noting_spans(batch: InputBatch, recorder: Recorder) -> Callable[[SchedulerO
     return noted
 
 
-def _telling_the_phase(
+def _beginning_steps(
     execute: Callable[[SchedulerOutput], RunnerOutput], recorder: Recorder
 ) -> Callable[[SchedulerOutput], RunnerOutput]:
-    def told(plan: SchedulerOutput) -> RunnerOutput:
+    def begun(plan: SchedulerOutput) -> RunnerOutput:
         recorder.begin_step(plan)
         return execute(plan)
 
-    return told
+    return begun
 
 
 def _operations(

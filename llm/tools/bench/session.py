@@ -278,7 +278,7 @@ def _instruments(engine: Engine, recorder: Recorder) -> Iterator[None]:
     """Patch `engine`; the patches are removed in reverse order."""
     scheduler = engine.scheduler
     with ExitStack() as stack:
-        stack.enter_context(replaced(scheduler, "schedule", _telling_the_phase(scheduler, recorder)))
+        stack.enter_context(replaced(scheduler, "schedule", _beginning_steps(scheduler, recorder)))
         for target, attribute, name in (
             (scheduler, "schedule", "scheduler"),
             (engine.runner, "execute", _RUNNER),
@@ -288,13 +288,13 @@ def _instruments(engine: Engine, recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _telling_the_phase(scheduler: Scheduler, recorder: Recorder) -> Callable[[], SchedulerOutput]:
+def _beginning_steps(scheduler: Scheduler, recorder: Recorder) -> Callable[[], SchedulerOutput]:
     """`Scheduler.schedule`, which begins a step."""
     schedule = scheduler.schedule
 
-    def told() -> SchedulerOutput:
+    def begun() -> SchedulerOutput:
         plan = schedule()
         recorder.begin_step(plan)
         return plan
 
-    return told
+    return begun
