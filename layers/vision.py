@@ -1,26 +1,92 @@
-"""Layers of image encoders, for models of your own: no model here uses them. They are plain PyTorch without a kernel.
+"""Layers of image encoders: attention within sequences of any lengths, convolutions, SAM's attention.
 
-Import them by vLLM's paths, `llm.model_executor.layers.*`.
+Vision towers have them (`llm/models/vision/`). Import them by vLLM's paths, `llm.model_executor.layers.*`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from llm.base.custom_op import CustomOp, PluggableLayer
 from llm.errors import ValidationError
+from llm.forward import AttentionMetadata, KVCacheSpec
+from llm.kernels.backend import Operations
+from llm.kernels.weight import Weight
+from llm.layers.custom_op import KernelOp
 from llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from llm.quantization.base import QuantizationConfig
 
+# Tokens of a block of the KV cache that a call of `attend_sequences` makes for itself.
+_BLOCK = 16
+
+
+def attend_sequences(
+    ops: Operations,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    queries: Sequence[int],
+    keys: Sequence[int],
+    scale: float,
+) -> torch.Tensor:
+    """softmax(scale q k^T) v within each of several sequences, none of which is padded.
+
+    Args:
+        query: float32 [N, heads, head_size]. key, value: float32 [M, kv_heads, head_size].
+        queries: how many of the N each sequence has; 0 or more. keys: the same of the M; no fewer than its queries.
+
+    Returns:
+        float32 [N, heads, head_size]. A sequence's bits depend on nothing else where those of `paged_attention` do not.
+    """
+    rows = [(count, length) for count, length in zip(queries, keys, strict=True) if count]
+    if not rows:
+        return torch.empty_like(query)
+    kv_heads, head_size = key.shape[1:]
+    lengths = np.array([length for _, length in rows], dtype=np.int64)
+    blocks = -(-lengths // _BLOCK)
+    first = np.cumsum(blocks) - blocks + 1  # block 0 is never read
+    widest = int(blocks.max())
+    table = np.minimum(first[:, None] + np.arange(widest), (first + blocks - 1)[:, None])
+    inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    starts = np.concatenate([[0], np.cumsum([count for count, _ in rows])])
+
+    def there(numbers: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(numbers)).to(query.device, dtype)
+
+    metadata = AttentionMetadata(
+        block_table=there(table, torch.int32),
+        slot_mapping=there(np.repeat(first * _BLOCK, lengths) + inside, torch.int64),
+        query_start_loc=there(starts, torch.int32),
+        seq_lens=there(lengths, torch.int32),
+        block_size=_BLOCK,
+        query_lens_list=[count for count, _ in rows],
+        seq_lens_list=lengths.tolist(),
+    )
+    spec = KVCacheSpec(kv_heads, head_size, torch.float32)
+    caches = [
+        torch.zeros(shape, dtype=torch.float32, device=query.device)
+        for shape in ops.kv_cache_shapes(spec, int(blocks.sum()) + 1, _BLOCK)
+    ]
+    used = [length if count else 0 for count, length in zip(queries, keys, strict=True)]
+    if used != list(keys):  # of a sequence without queries no key is read
+        kept = there(np.repeat(np.array(used) > 0, keys), torch.bool)
+        key, value = key[kept], value[kept]
+    ops.write_kv_cache(key, value, *caches, metadata.slot_mapping)
+    found: torch.Tensor = ops.paged_attention(query, *caches, metadata, scale=scale, causal=False)
+    return found
+
 
 @CustomOp.register("mm_encoder_attn")
-class MMEncoderAttention(CustomOp):
+class MMEncoderAttention(KernelOp):
     """Attention of multimodal encoders, not causal and without a KV cache: softmax(scale q k^T) v within each sequence.
 
     Computed in float32, returned in the query's type.
@@ -32,6 +98,8 @@ class MMEncoderAttention(CustomOp):
         prefix: dotted path of the layer in the model.
         multimodal_config: not read. In vLLM it chooses among implementations; here there is one.
     """
+
+    operations = ("paged_attention", "write_kv_cache")
 
     def __init__(
         self,
@@ -57,8 +125,9 @@ class MMEncoderAttention(CustomOp):
                 value=num_kv_heads,
             )
 
-    def forward_native(
+    def compute(
         self,
+        ops: Operations,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -78,22 +147,13 @@ class MMEncoderAttention(CustomOp):
         if query.dim() not in (3, 4):
             raise ValueError(f"query has shape {list(query.shape)}, must have 3 or 4 dimensions.")
         batch, length = query.shape[:2]
-        heads = [
-            self._heads(x, n)
-            for x, n in ((query, self.num_heads), (key, self.num_kv_heads), (value, self.num_kv_heads))
-        ]
-        ends = [length] * batch if cu_seqlens is None else _lengths(cu_seqlens, batch * length)
-        out = [self._attend(*parts) for parts in zip(*(x.split(ends, dim=1) for x in heads), strict=True)]
-        joined = torch.cat(out, dim=1) if out else heads[0]
-        return joined.transpose(0, 1).reshape(query.shape).to(query.dtype)
-
-    def _heads(self, x: torch.Tensor, heads: int) -> torch.Tensor:
-        """float32 [heads, B * N, head_size]."""
-        return x.reshape(x.shape[0] * x.shape[1], heads, self.head_size).float().transpose(0, 1)
-
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """One sequence: [heads, n, head_size]."""
-        return F.scaled_dot_product_attention(query, key, value, scale=self.scale, enable_gqa=True)
+        lengths = [length] * batch if cu_seqlens is None else _lengths(cu_seqlens, batch * length)
+        own, keys, values = (
+            x.reshape(batch * length, count, self.head_size).float()
+            for x, count in ((query, self.num_heads), (key, self.num_kv_heads), (value, self.num_kv_heads))
+        )
+        out = attend_sequences(ops, own, keys, values, lengths, lengths, self.scale)
+        return out.reshape(query.shape).to(query.dtype)
 
 
 def _lengths(cu_seqlens: torch.Tensor, tokens: int) -> list[int]:
@@ -192,7 +252,7 @@ def _relative(table: torch.Tensor, size: int) -> torch.Tensor:
 Sizes = int | tuple[int, ...]
 
 
-class ConvLayerBase(CustomOp):
+class ConvLayerBase(KernelOp):
     """A convolution over images or video: one GEMM if patches do not overlap, as in patch embeddings.
 
     x float [B, in_channels, *space] -> [B, out_channels, *space'], computed in float32, returned in x's type.
@@ -205,6 +265,7 @@ class ConvLayerBase(CustomOp):
         params_dtype: of weight and bias; None: torch's default.
     """
 
+    operations = ("linear",)
     num_dim: ClassVar[int]
 
     def __init__(
@@ -245,6 +306,7 @@ class ConvLayerBase(CustomOp):
         shape = (out_channels, in_channels // groups, *self.kernel_size)
         self.weight = nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_channels, dtype=params_dtype), requires_grad=False) if bias else None
+        self._as_matrix: tuple[Operations, tuple[int, int], Weight] | None = None
 
     def _per_dimension(self, name: str, value: Sizes) -> tuple[int, ...]:
         values = (value,) * self.num_dim if isinstance(value, int) else tuple(value)
@@ -252,19 +314,21 @@ class ConvLayerBase(CustomOp):
             raise ValidationError(f"{name}={value} must have {self.num_dim} numbers.", parameter=name, value=value)
         return values
 
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, ops: Operations, x: torch.Tensor) -> torch.Tensor:
         if x.dim() != self.num_dim + 2:
             raise ValueError(f"{self.name} takes x of {self.num_dim + 2} dimensions, got shape {list(x.shape)}.")
-        weight = self.weight.float()
         bias = None if self.bias is None else self.bias.float()
-        compute = self._multiply if self.enable_linear else self._convolve
-        return compute(x.float(), weight, bias).to(x.dtype)
+        if self.enable_linear:
+            return self._multiply(ops, x.float(), bias).to(x.dtype)
+        convolution = F.conv2d if self.num_dim == 2 else F.conv3d
+        weight = self.weight.float()
+        return convolution(x.float(), weight, bias, self.stride, self.padding, self.dilation, self.groups).to(x.dtype)
 
     def extra_repr(self) -> str:
         way = "as a matrix product" if self.enable_linear else f"padding={self.padding}, dilation={self.dilation}"
         return f"weight={list(self.weight.shape)}, stride={self.stride}, {way}"
 
-    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _multiply(self, ops: Operations, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Each patch as a row of one GEMM; a remainder at the far edges is in no patch, as in a convolution."""
         counts = [size // kernel for size, kernel in zip(x.shape[2:], self.kernel_size, strict=True)]
         pairs = list(zip(counts, self.kernel_size, strict=True))
@@ -273,12 +337,16 @@ class ConvLayerBase(CustomOp):
         x = x.reshape(*x.shape[:2], *(size for pair in pairs for size in pair))  # [B, C, n1, k1, n2, k2 ...]
         places = range(2, 2 + 2 * self.num_dim, 2)
         x = x.permute(0, *places, 1, *(place + 1 for place in places))
-        rows = x.reshape(x.shape[0], *counts, x.shape[1 + self.num_dim] * math.prod(self.kernel_size))
-        return F.linear(rows, weight.flatten(1), bias).movedim(-1, 1)
+        rows = x.reshape(x.shape[0] * math.prod(counts), x.shape[1 + self.num_dim] * math.prod(self.kernel_size))
+        found: torch.Tensor = ops.linear(rows, replace(self._packed(ops), bias=bias))
+        return found.view(x.shape[0], *counts, self.weight.shape[0]).movedim(-1, 1)
 
-    def _convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        convolution = F.conv2d if self.num_dim == 2 else F.conv3d
-        return convolution(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+    def _packed(self, ops: Operations) -> Weight:
+        """The weight as that of a GEMM, packed anew where it was changed."""
+        version = self.weight.data_ptr(), 0 if self.weight.is_inference() else self.weight._version
+        if self._as_matrix is None or self._as_matrix[:2] != (ops, version):
+            self._as_matrix = ops, version, ops.pack(self.weight.detach().float().flatten(1))
+        return self._as_matrix[2]
 
 
 @CustomOp.register("conv2d")

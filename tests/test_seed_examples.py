@@ -127,7 +127,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def platform(key: str) -> Platform:
-    return type("Made", (Platform,), {"dispatch_key": key})()
+    return type("Made", (Platform,), {"dispatch_key": key, "device_type": "cpu"})()
 
 
 def test_every_example_is_run_or_listed() -> None:

@@ -40,6 +40,8 @@ RESERVED = 1 << 62
 _KEPT_BYTES = 1 << 30
 _KEPT_UUIDS = 1 << 16
 _THREADS = 4
+# Keys of config.json with the tokens that stand for images, or begin one.
+_TOKENS = ("image_token_id", "image_token_index", "boi_token_index")
 _CONFIG_BYTES = 16 << 20
 
 
@@ -179,6 +181,15 @@ class PromptImages:
             whole = hashlib.sha256(reserved.tobytes() + ids.tobytes()).digest()
             reserved = reserved_ids(whole, len(ids))
         return RowImages(tuple(images), reserved, spans)
+
+    def check_none(self, token_ids: Sequence[int]) -> None:
+        """Raises `ValidationError` for a prompt without pictures that has tokens of some."""
+        for own in filter(None, map(self._config.get, _TOKENS)):
+            if own in token_ids:
+                raise bad_picture(
+                    f"the prompt has {token_ids.count(own)} of the model's tokens for images (id {own}) and no image; "
+                    "pass it in multi_modal_data, or leave the placeholder out"
+                )
 
     def _check_apart(self, images: Sequence[RowImage]) -> None:
         for first, second in pairwise(images):
@@ -386,7 +397,10 @@ class PicturesOfCall:
     def give(self, row: Row, index: int) -> None:
         """Tell the row of its pictures. Raises `ValidationError`."""
         media = self.parsed[index].media
-        if media is None or self._images is None:
+        if self._images is None:
+            return
+        if media is None:
+            self._images.check_none(row.token_ids)
             return
         if row.num_dropped_tokens:
             raise bad_picture("a prompt with images cannot be cut; raise max_model_len, or pass smaller images")

@@ -46,6 +46,7 @@ from llm.loading.weight_file import WeightFile
 from llm.loading.weight_map import Target, stored_name
 from llm.models.eagle3 import Eagle3ForCausalLM
 from llm.models.vision.both_ways import sees_both_ways
+from llm.models.vision.language import feature_multiplier
 from llm.models.vision.tower import VisionTower
 from llm.platforms.interface import Platform
 from llm.quantization.on_load import ActivationStatistics
@@ -517,7 +518,8 @@ class ModelRunner:
         text = self.plan.hf_config.get("text_config")
         pad = text.get("pad_token_id") if isinstance(text, Mapping) else None
         pad = pad if isinstance(pad, int) and 0 <= pad < config.model_config.vocab_size else 0
-        self.images = ImageRows(self._make_tower, both_ways, pad=pad)
+        multiplier = feature_multiplier(self.plan.hf_config, self.plan.architecture)
+        self.images = ImageRows(self._make_tower, both_ways, multiplier, pad)
         self._vocab_size = config.model_config.vocab_size
         self.inside = ModelInside(self.model, self._vocab_size)
         self._logit_rows_at_once = max(1, _LOGITS_BYTES // (4 * self._vocab_size))

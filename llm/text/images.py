@@ -17,9 +17,10 @@ import re
 import stat
 import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -46,6 +47,8 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 # Pillow's other readers are rarely used, and some run other programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "AVIF")
 _WHITE = (255, 255, 255, 255)
+# Pillow's images may not be decoded by two threads at once; an image has the lock of its id.
+_LOCKS = tuple(Lock() for _ in range(64))
 
 
 @dataclass(frozen=True)
@@ -158,8 +161,8 @@ def read_image(source: object, limits: MediaLimits) -> Image:
     """A picture in the RGB mode, upright, on white where it is transparent.
 
     Args:
-        source: a PIL image, a path, the bytes of a file, an array or tensor [H, W], [H, W, C] or [C, H, W] of uint8
-            or of floats from 0 to 1, with 1, 3 or 4 channels.
+        source: a PIL image, a path, the bytes of a file or a BytesIO, an array or tensor [H, W], [H, W, C] or
+            [C, H, W] of uint8 or of floats from 0 to 1, with 1, 3 or 4 channels.
 
     Raises:
         ValidationError: it is none, is damaged, too large or has several frames.
@@ -167,13 +170,18 @@ def read_image(source: object, limits: MediaLimits) -> Image:
     module = require_pillow()
     if isinstance(source, module.Image):
         limits.check_size(*source.size)
-        return _upright(source)
+        with _LOCKS[id(source) % len(_LOCKS)], _one_sentence():
+            _check_frames(source, "the copy() of a frame")
+            return _upright(source)
+    if isinstance(source, io.BytesIO):
+        source = source.getvalue()
     if isinstance(source, bytes | bytearray | memoryview):
         return _decode(io.BytesIO(bytes(source)), len(source), limits)
     if isinstance(source, str | os.PathLike):
         return _read_file(Path(source), limits)
     if hasattr(source, "detach") and hasattr(source, "numpy"):
-        source = source.detach().cpu().numpy()
+        tensor: Foreign = source.detach().cpu()
+        source = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
     if isinstance(source, np.ndarray):
         return _of_array(source, limits)
     raise bad_picture(f"an image must be a PIL image, a path, bytes, an array or a tensor, got {type(source).__name__}")
@@ -251,24 +259,58 @@ def _decode(file: Foreign, size: int, limits: MediaLimits) -> Image:
     module = require_pillow()
     if size > MOST_BYTES:
         raise bad_picture(f"the image has {size} bytes and at most {MOST_BYTES} are read")
+    with _WITHOUT_WARNINGS, _one_sentence():
+        module.init()
+        with module.open(file, formats=[name for name in _FORMATS if name in module.OPEN]) as image:
+            limits.check_size(*image.size)
+            _check_frames(image, "its frames as images")
+            image.load()
+            return _upright(image)
+
+
+class _WithoutWarnings:
+    """Hides Python's warnings until the last thread in it has left: `warnings.catch_warnings` is for one thread."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = Lock(), 0
+        self._hidden = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._hidden = warnings.catch_warnings()
+                self._hidden.__enter__()
+                warnings.simplefilter("ignore")
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._hidden.__exit__(None, None, None)
+
+
+_WITHOUT_WARNINGS = _WithoutWarnings()
+
+
+@contextlib.contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Turns whatever Pillow's readers raise, which meet any bytes, into a `ValidationError`."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            module.init()
-            with module.open(file, formats=[name for name in _FORMATS if name in module.OPEN]) as image:
-                limits.check_size(*image.size)
-                frames = getattr(image, "n_frames", 1)
-                if frames > 1 and image.format != "MPO":  # a photo with its preview
-                    raise bad_picture(f"the image has {frames} frames and must have one; pass frames as 'video'")
-                image.load()
-                return _upright(image)
+        yield
     except ValidationError:
         raise
-    except Exception as error:  # of Pillow's readers, which meet any bytes
+    except Exception as error:
         reason = clip(" ".join(str(error).split()), 120) or type(error).__name__
-        if "BytesIO" in reason or isinstance(error, module.UnidentifiedImageError):
+        if "BytesIO" in reason or isinstance(error, require_pillow().UnidentifiedImageError):
             reason = f"it is none of {', '.join(_FORMATS)}"
         raise bad_picture(f"the image cannot be decoded ({reason})") from error
+
+
+def _check_frames(image: Foreign, instead: str) -> None:
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format != "MPO":  # a photo with its preview
+        raise bad_picture(f"the image has {frames} frames and must have one; pass {instead}")
 
 
 def _upright(image: Foreign) -> Image:
@@ -276,23 +318,18 @@ def _upright(image: Foreign) -> Image:
     from PIL import ImageOps
 
     module = require_pillow()
-    try:
-        turned = ImageOps.exif_transpose(image) or image
-        if turned.mode == "RGB" and "transparency" not in turned.info:
-            return turned if type(turned) is module.Image else turned.copy()
-        if turned.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in turned.info:
-            clear = turned.convert("RGBA")
-            white = module.new("RGBA", clear.size, _WHITE)
-            return module.alpha_composite(white, clear).convert("RGB")
-        if turned.mode.startswith("I;16") or turned.mode == "I":
-            return _of_deep(np.asarray(turned))
-        if turned.mode == "F":
-            raise bad_picture("an image of floats (mode F) has no known range; pass uint8")
-        return turned.convert("RGB")
-    except (OSError, ValueError, SyntaxError, MemoryError, struct.error, KeyError, TypeError) as error:
-        if isinstance(error, ValidationError):
-            raise
-        raise bad_picture(f"the image cannot be decoded ({clip(' '.join(str(error).split()), 120)})") from error
+    turned = ImageOps.exif_transpose(image) or image
+    if turned.mode == "RGB" and "transparency" not in turned.info:
+        return turned if type(turned) is module.Image else turned.copy()
+    if turned.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in turned.info:
+        clear = turned.convert("RGBA")
+        white = module.new("RGBA", clear.size, _WHITE)
+        return module.alpha_composite(white, clear).convert("RGB")
+    if turned.mode.startswith("I;16") or turned.mode == "I":
+        return _of_deep(np.asarray(turned))
+    if turned.mode == "F":
+        raise bad_picture("an image of floats (mode F) has no known range; pass uint8")
+    return turned.convert("RGB")
 
 
 def _of_deep(values: np.ndarray) -> Image:

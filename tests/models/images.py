@@ -82,6 +82,7 @@ class Family:
         text, vision: the keys of the nested configs; more: those beside them. A token's text stands for its id.
         processor, pixels: the keys of processor_config.json and preprocessor_config.json.
         tokens: what the tokenizer has as attributes, such as `image_token`.
+        logits: a factor that the language model's own class of transformers has, and this family's leaves out.
     """
 
     text: Mapping[str, Any]
@@ -90,12 +91,16 @@ class Family:
     processor: Mapping[str, Any] = field(default_factory=dict)
     pixels: Mapping[str, Any] = field(default_factory=dict)
     tokens: Mapping[str, str] = field(default_factory=dict)
+    logits: float = 1.0
 
 
 def _text(kind: str, **more: Any) -> dict[str, Any]:
     return {**BASE, "model_type": kind, "vocab_size": VOCAB, **more}
 
 
+_GRANITE = {
+    "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
+}  # fmt: skip
 _LLAVA = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 _QWEN2 = {**_QWEN, "vocab_size": VOCAB, "rope_parameters": _MROPE}
 _QWEN3_MROPE = {**_MROPE, "mrope_section": [3, 1, 1], "mrope_interleaved": True}
@@ -126,6 +131,14 @@ FAMILIES: dict[str, Family] = {
         {"image_token_id": "<image>", "image_grid_pinpoints": _GRIDS},
         _LLAVA,
         {**_CROP, "image_grid_pinpoints": _GRIDS},
+    ),
+    "llava_next-granite": Family(
+        _text("granite", **_GRANITE),
+        CLIP,
+        {"image_token_id": "<image>", "image_grid_pinpoints": _GRIDS, "vision_feature_layer": [-2, -1]},
+        _LLAVA,
+        {**_CROP, "image_grid_pinpoints": _GRIDS},
+        logits=0.5,
     ),
     "llava_onevision": Family(
         {**_QWEN, "model_type": "qwen2", "vocab_size": VOCAB},
@@ -190,11 +203,16 @@ FAMILIES: dict[str, Family] = {
         {"size": {"height": 128, "width": 128}},
     ),
     "aya_vision": Family(
-        {key: value for key, value in _text("cohere2", sliding_window=64).items() if key != "rms_norm_eps"},
+        {
+            key: value
+            for key, value in _text("cohere2", sliding_window=64, logit_scale=0.5).items()
+            if key != "rms_norm_eps"
+        },
         SIGLIP,
         {"image_token_id": "<|IMG_PATCH|>", "downsample_factor": 2, "alignment_intermediate_size": 32},
         {"patch_size": 8, "img_size": 32, "downsample_factor": 2},
         _TILES,
+        logits=0.5,
     ),
     "qwen2_vl": Family(
         _QWEN2,
@@ -607,7 +625,7 @@ def asked(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def worst(llm: LLM, model: Any, prompt: Mapping[str, Any], output: Any) -> float:
+def worst(name: str, llm: LLM, model: Any, prompt: Mapping[str, Any], output: Any) -> float:
     """The largest difference of a logprob to transformers'; raises where ids or pixels differ."""
     images = prompt["multi_modal_data"]["image"]
     inputs, full = theirs(llm, prompt, output)
@@ -619,7 +637,8 @@ def worst(llm: LLM, model: Any, prompt: Mapping[str, Any], output: Any) -> float
                 if key in found and len(images) == 1:
                     assert torch.equal(found[key], inputs[key]), f"{key} of image {index}"
     with torch.inference_mode():
-        logprobs = model(**inputs).logits[0].float().log_softmax(-1)
+        logits = model(**inputs).logits[0].float() * FAMILIES[name].logits
+    logprobs = logits.log_softmax(-1)
     count = len(output.prompt_token_ids)
     scored = [*zip(output.prompt_logprobs[1:], logprobs[: count - 1], strict=True)]
     scored += [*zip(output.outputs[0].logprobs, logprobs[count - 1 : len(full) - 1], strict=True)]
@@ -685,7 +704,7 @@ def attempt(name: str, folder: Path) -> Result:
         with LLM(folder, use_tqdm_on_load=False) as llm:
             prompts = asked(name)[name == "paligemma" :]  # without a picture it has no mask in transformers
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-            each = [worst(llm, model, prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+            each = [worst(name, llm, model, prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
             logging.getLogger("images").debug("%s", each)
             found = max(each)
         with LLM(folder, use_tqdm_on_load=False, max_num_batched_tokens=16, enable_prefix_caching=False) as llm:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from llm.errors import ValidationError
 from llm.tools.serve.app import Endpoint
 
 pytest.importorskip("PIL")
-# Plain, of tiles and a row's own tokens, of three positions, with DeepStack, and with spans that see both ways.
-FAMILIES = ("llava", "idefics3", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3")
+# Plain, of tiles and a row's own tokens, of three positions, with DeepStack, with spans that see both ways, and with
+# features that the language model multiplies.
+FAMILIES = ("llava", "idefics3", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "llava_next-granite")
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 MARK = images.wrapped("qwen2_5_vl")
 PICTURE = images.PICTURES[0]
@@ -40,7 +42,7 @@ def test_answers_are_those_of_transformers_and_do_not_depend_on_the_batch(made: 
     with LLM(folder, use_tqdm_on_load=False) as llm:
         together = llm.generate(prompts, images.GREEDY, use_tqdm=False)
         for prompt, output in zip(prompts, together, strict=True):
-            assert images.worst(llm, model, prompt, output) < images.TOLERANCE
+            assert images.worst(name, llm, model, prompt, output) < images.TOLERANCE
         unscored = images.GREEDY.clone()
         unscored.prompt_logprobs = None
         first = llm.generate(prompts, unscored, use_tqdm=False)
@@ -88,6 +90,19 @@ def png() -> bytes:
     return file.getvalue()
 
 
+def animation() -> bytes:
+    file = io.BytesIO()
+    PICTURE.save(file, "GIF", save_all=True, append_images=[PICTURE.rotate(180)])
+    return file.getvalue()
+
+
+def lazy(data: bytes) -> Any:
+    """An image that Pillow decodes when it is used."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data))
+
+
 def test_a_row_with_pictures_that_loses_its_blocks_keeps_its_bits(folder: Path) -> None:
     prompts = [prompt for prompt in images.asked("qwen2_5_vl") for _ in range(2)]
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=70, logprobs=2, ignore_eos=True)
@@ -108,7 +123,7 @@ def test_a_checkpoint_of_bfloat16_is_computed_in_float32(tmp_path: Path) -> None
     with LLM(tmp_path, use_tqdm_on_load=False, kv_cache_dtype="float32") as llm:
         prompts = images.asked("idefics3")
         for prompt, output in zip(prompts, llm.generate(prompts, images.GREEDY, use_tqdm=False), strict=True):
-            assert images.worst(llm, model, prompt, output) < images.TOLERANCE
+            assert images.worst("idefics3", llm, model, prompt, output) < images.TOLERANCE
 
 
 def test_the_prompt_cache_on_disk_has_pictures(folder: Path, tmp_path: Path) -> None:
@@ -135,9 +150,35 @@ def test_every_form_of_a_picture_is_the_same_picture(llm: LLM, folder: Path) -> 
     tokens = llm._preprocessor.images.processor.ids(MARK)
     output = llm.generate({"prompt_token_ids": tokens, "multi_modal_data": {"image": PICTURE}}, SHORT, use_tqdm=False)
     assert list(output[0].outputs[0].token_ids) == expected
+    assert ask(llm, io.BytesIO(png())) == expected
+    halves = torch.rand(3, 20, 30, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert ask(llm, halves) == ask(llm, halves.float())
     whole = list(output[0].prompt_token_ids)  # with all tokens of the picture already
     output = llm.generate({"prompt_token_ids": whole, "multi_modal_data": {"image": PICTURE}}, SHORT, use_tqdm=False)
     assert list(output[0].outputs[0].token_ids) == expected
+
+
+def test_one_image_that_is_not_decoded_yet_serves_many_prompts(llm: LLM) -> None:
+    """Threads decode pictures, and Pillow's images are for one at a time."""
+    large = io.BytesIO()
+    images.picture(190, 190).save(large, "PNG")
+    for _ in range(3):
+        prompt = {"prompt": MARK, "multi_modal_data": {"image": lazy(large.getvalue())}}
+        outputs = llm.generate([prompt] * 12, SHORT, use_tqdm=False)
+        assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+
+
+def test_a_placeholder_without_an_image_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValidationError, match="tokens for images"):
+        llm.generate(MARK, SHORT, use_tqdm=False)
+    with pytest.raises(ValidationError, match="tokens for images"):
+        llm.chat([{"role": "user", "content": images.placeholder("qwen2_5_vl")}], SHORT, use_tqdm=False)
+
+
+def test_threads_that_read_pictures_leave_the_filters_of_warnings(llm: LLM) -> None:
+    before = list(warnings.filters)
+    ask(llm, [png()] * 3, MARK * 3)
+    assert list(warnings.filters) == before
 
 
 def test_a_conversation_has_pictures_of_every_form(llm: LLM, folder: Path) -> None:
@@ -192,6 +233,9 @@ def test_a_uuid_stands_for_a_picture_that_came_before(llm: LLM) -> None:
         ([PICTURE, 5], MARK * 2, {}, "image 1: an image must be a PIL image, a path, bytes"),
         (PICTURE, MARK, {"mm_processor_kwargs": {"sise": 1}}, "no key 'sise'.*did you mean 'size'"),
         (PICTURE, MARK, {"multi_modal_uuids": {"image": ["a", "b"]}}, "as many as there are images"),
+        (animation(), MARK, {}, "2 frames and must have one; pass its frames as images"),
+        (lazy(animation()), MARK, {}, r"2 frames and must have one; pass the copy\(\) of a frame"),
+        ([], MARK, {}, r"1 of the model's tokens for images \(id 264\) and no image"),
         (PICTURE, MARK + "x" * 1300, {}, "max_model_len is 1024"),
         ([PICTURE] * 2, "<|image_pad|>" * 2, {}, "no token between them"),
     ],

@@ -7,11 +7,13 @@ made here: `Images_LlamaForCausalLM` is that of Llama.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 from torch import nn
 
 from llm.base.text import show
+from llm.base.types import JsonObject
 from llm.errors import UnsupportedModelError
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig, DecoderForCausalLM
@@ -28,6 +30,8 @@ _SAME = {
     "paddleocr_vl_text": "llama",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
+# Families whose language model in transformers multiplies its embeddings after features are among them.
+_MULTIPLIES_FEATURES = ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "granite_swa", "hyperclovax")
 _made: dict[str, type] = {}
 
 
@@ -59,6 +63,14 @@ def language_family(raw: dict[str, Theirs]) -> str:
         return _SAME.get(named, named)
     found = _theirs(raw)
     return _SAME.get(found.model_type, found.model_type)
+
+
+def feature_multiplier(raw: JsonObject, architecture: object) -> float:
+    """What features of pictures are multiplied by before they enter the first layer. `raw`: the decoded config.json."""
+    found = float(getattr(architecture, "embedding_multiplier", 1.0))
+    if found == 1.0 or not isinstance(raw.get("vision_config"), Mapping):
+        return 1.0
+    return found if language_family(dict(raw)) in _MULTIPLIES_FEATURES else 1.0
 
 
 def class_of(family: str) -> type | None:
@@ -116,8 +128,6 @@ def _read(own: type[DecoderForCausalLM], reader: ConfigReader) -> DecoderConfig:
         known["attention_bias"] = known["mlp_bias"] = known.pop("use_bias", False)
     if reader.family == "qwen3_vl_moe":
         known["norm_topk_prob"] = True  # in transformers its router always does
-    if reader.family in ("aya_vision", "cohere2_vision"):
-        known["logit_scale"] = 1.0  # its LM head multiplies by nothing
     outside = {key: reader.raw[key] for key in ("tie_word_embeddings",) if key in reader.raw}
     left = {"model_type": reader.family, "text_config": known, **outside}
     return read_text_part(ConfigReader(left), own, {}, ())

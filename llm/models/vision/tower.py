@@ -19,9 +19,12 @@ from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.base.watch import Patchable
 from llm.errors import UnsupportedModelError
+from llm.kernels.select import backend_of_construction
 from llm.layers.linear import ReplicatedLinear
+from llm.layers.vision import Conv2dLayer, Conv3dLayer
 from llm.models.transformers_backend.model import WeightNames
 from llm.models.transformers_backend.skeleton import Theirs, check_counts, compute_buffers, refusing, without_warnings
+from llm.models.vision import attention
 
 # Where transformers' models have their language model, from the model or from its `model`.
 _LANGUAGE = ("language_model", "text_model")
@@ -70,10 +73,13 @@ class VisionTower(Patchable):
             model = _skeleton(raw)
             self.names = _TowerNames(model)
             self._language = _take_out_language_model(model)
+            attention.use_in(model)
             compute_buffers(model)
             for path, module in list(model.named_modules()):
                 if type(module) is nn.Linear:
                     model.set_submodule(path, _linear(module, path, dtype))
+                elif type(module) in (nn.Conv2d, nn.Conv3d):
+                    model.set_submodule(path, _convolution(module))
             _allocate(model)
         for name, child in model.named_children():
             self.add_module(name, child)
@@ -82,6 +88,7 @@ class VisionTower(Patchable):
         self._theirs: tuple[Theirs] = (model,)  # its parts are registered above, under the names of the checkpoint
         takes = inspect.signature(_owner(model, "get_image_features").get_image_features).parameters
         self._takes = frozenset(takes)
+        self._ops = backend_of_construction().ops
 
     def rename_weight(self, name: str) -> str:
         return self.names.rename(name)
@@ -113,7 +120,8 @@ class VisionTower(Patchable):
         model = _owner(self._theirs[0], "get_image_features")
         takes = self._takes
         given = {name: value for name, value in inputs.items() if name in takes}
-        found = model.get_image_features(**given, **self._defaults(), return_dict=True)
+        with attention.computing(self._ops):
+            found = model.get_image_features(**given, **self._defaults(), return_dict=True)
         rows = _rows(getattr(found, "pooler_output", found))
         deep = getattr(found, "deepstack_features", None) or ()
         return Features(rows, tuple(map(_rows, deep)))
@@ -201,6 +209,21 @@ def _linear(theirs: nn.Linear, name: str, dtype: torch.dtype) -> ReplicatedLinea
         params_dtype=dtype,
         prefix=name,
         return_bias=False,
+    )
+
+
+def _convolution(theirs: Theirs) -> Conv2dLayer | Conv3dLayer:
+    return (Conv2dLayer if isinstance(theirs, nn.Conv2d) else Conv3dLayer)(
+        theirs.in_channels,
+        theirs.out_channels,
+        theirs.kernel_size,
+        theirs.stride,
+        theirs.padding,
+        theirs.dilation,
+        theirs.groups,
+        theirs.bias is not None,
+        theirs.padding_mode,
+        params_dtype=torch.float32,
     )
 
 

@@ -1,0 +1,125 @@
+"""Attention in the towers: transformers' modules call the kernels that attend within sequences of any lengths.
+
+transformers finds an implementation of attention by a name in a module's config. The name has "flash" in it, for then
+its modules tell where packed sequences (windows, frames) begin, in place of computing each by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llm.kernels.backend import Operations
+from llm.layers.vision import attend_sequences
+from llm.models.transformers_backend.skeleton import Theirs
+
+NAME = "llm_flash_sequences"
+_operations: ContextVar[Operations] = ContextVar("operations of the tower that computes")
+
+
+def use_in(model: nn.Module) -> None:
+    """Let the modules that would use PyTorch's fused attention use the kernels, inside `computing`."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == "sdpa":
+            config._attn_implementation = NAME  # type: ignore[union-attr]
+
+
+@contextmanager
+def computing(ops: Operations) -> Iterator[None]:
+    """The kernels for towers that compute inside this context."""
+    token = _operations.set(ops)
+    try:
+        yield
+    finally:
+        _operations.reset(token)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    **unread: Theirs,
+) -> tuple[torch.Tensor, None]:
+    """query float [B, heads, N, size], key and value [B, kv heads, M, size] -> [B, N, heads, size], as transformers has
+    it. `attention_mask`: bool, True where a token is seen, or float to add to scores; [B, 1 or heads, N, M]."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is None and is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", False))
+    seen = _seen(attention_mask, query, key) if not is_causal else None
+    plain = not is_causal and unread.get("softcap") is None and unread.get("position_bias") is None
+    if not plain or seen is None or value.shape[-1] != key.shape[-1]:
+        return _explicitly(query, key, value, attention_mask, scale, bool(is_causal), unread), None
+    batch, length = query.shape[0], query.shape[2]
+    queries, keys = [length] * batch, [key.shape[2]] * batch
+    own, keyed, valued = (part.transpose(1, 2).flatten(0, 1).float() for part in (query, key, value))
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        queries, keys = (bounds.diff().tolist() for bounds in (cu_seq_lens_q, cu_seq_lens_k))
+    elif attention_mask is not None:
+        keys = seen.sum(-1).tolist()
+        kept = seen.flatten()
+        if queries == [key.shape[2]] * batch:  # what no token sees sees nothing
+            queries, own = keys, own[kept]
+        keyed, valued = keyed[kept], valued[kept]
+        if any(few > many for few, many in zip(queries, keys, strict=True)):
+            return _explicitly(query, key, value, attention_mask, scale, False, unread), None
+    found = attend_sequences(_operations.get(), own, keyed, valued, queries, keys, scale)
+    if len(found) < batch * length:
+        found = found.new_zeros(batch * length, *found.shape[1:]).index_copy(0, seen.flatten().nonzero()[:, 0], found)
+    return found.view(batch, length, *found.shape[1:]).to(query.dtype), None
+
+
+def _seen(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """bool [B, M]: the keys that every query of a batch row sees; None: its queries see different ones."""
+    if mask is None:
+        return torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+    if mask.dtype != torch.bool:
+        least = torch.finfo(mask.dtype).min
+        if not bool(((mask == 0) | (mask <= least)).all()):
+            return None
+        mask = mask == 0
+    mask = mask.expand(query.shape[0], -1, -1, -1)
+    seen = mask.any(1).any(1)
+    rows = mask.any(-1, keepdim=True)
+    return seen if bool((mask == (rows & seen[:, None, None])).all()) and bool(seen.any(-1).all()) else None
+
+
+def _explicitly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    is_causal: bool,
+    more: Theirs,
+) -> torch.Tensor:
+    """With all scores in memory, for what the kernels have no form of."""
+    if more.get("position_bias") is not None:
+        raise NotImplementedError("a bias of positions")
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.float().repeat_interleave(groups, 1) for part in (key, value))
+    scores = query.float() @ key.transpose(-1, -2) * scale
+    if more.get("softcap") is not None:
+        scores = torch.tanh(scores / more["softcap"]) * more["softcap"]
+    if is_causal:
+        lower = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~lower, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return (F.softmax(scores, -1) @ value).transpose(1, 2).to(query.dtype)
