@@ -163,7 +163,8 @@ def attend(q, q_rope, keys, values, out, parts, maxima, totals, ends, block_tabl
            values_s, table_r, heads, lines_in_all, static_part, static_h, GROUP: tl.constexpr, SIZE: tl.constexpr,
            VALUE_SIZE: tl.constexpr, ROPE: tl.constexpr, LANES: tl.constexpr, VALUE_LANES: tl.constexpr,
            ROPE_LANES: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr,
-           SPLIT: tl.constexpr, SEGMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+           SPLIT: tl.constexpr, ALIGNED: tl.constexpr, SEGMENT: tl.constexpr, BM: tl.constexpr,
+           BN: tl.constexpr):  # fmt: skip
     """Lines of one batch row that share keys. SPLIT: one segment, whose results are stored by themselves; `ends` gets
     how many segments each token has."""
     row = tl.program_id(1)
@@ -172,6 +173,8 @@ def attend(q, q_rope, keys, values, out, parts, maxima, totals, ends, block_tabl
     count = tl.load(starts + row + 1) - start
     length = tl.load(lengths + row)
     line = tl.program_id(0) * BM + tl.arange(0, BM)
+    # 0. Triton 3.6 takes every multiple of an odd stride for aligned, and loads 8 bytes at once.
+    nothing = tl.load(starts)
     if tl.program_id(0) * BM >= count * GROUP:
         return
     is_line = line < count * GROUP
@@ -244,7 +247,7 @@ def attend(q, q_rope, keys, values, out, parts, maxima, totals, ends, block_tabl
             block = tl.load(block_table + row.to(tl.int64) * table_r + place // block_size, mask=inside, other=0)
             slot = block * block_size + place % block_size
             # Offsets of 32 bits: pointers would take twice the registers.
-            rows = slot * keys_s
+            rows = slot * keys_s if ALIGNED else slot * keys_s + nothing
             b = _cached(keys, rows, lanes, inside, own, below, a.dtype, SIZE, KIND)
             scores = dot(a, tl.trans(b), tl.zeros((BM, BN), tl.float32))
             if KIND != "float":
@@ -269,7 +272,7 @@ def attend(q, q_rope, keys, values, out, parts, maxima, totals, ends, block_tabl
             share = tl.exp2(own_most - safe)
             weights = tl.exp2(scores - safe[:, None])
             own_total = dot(rounded(weights, a.dtype), ones, own_total * share[:, None])
-            rows = slot * values_s
+            rows = slot * values_s if ALIGNED else slot * values_s + nothing
             c = _cached(values, rows, value_lanes, inside, value_static, value_below, a.dtype, VALUE_SIZE, KIND)
             if KIND != "float" and static is None:
                 weights = weights * _token_scales(values, rows + (SIZE + ROPE if ROPE else VALUE_SIZE), inside)[None, :]
@@ -423,6 +426,7 @@ def _attention(
     segments = -(-metadata.block_table.shape[1] * metadata.block_size // SEGMENT)
     programs = rows * keys.shape[0] * -(-lines // tile["BM"])
     split = segments > 1 and lines <= _FEW_LINES and programs < _MANY_PROGRAMS
+    aligned = keys.stride(1) % 16 == 0 and values.stride(1) % 16 == 0
     out = torch.empty(tokens, heads, width, dtype=query.dtype, device=query.device)
     parts = maxima = totals = ends = None
     if split:
@@ -439,7 +443,7 @@ def _attention(
         *values.stride()[:2], metadata.block_table.stride(0), heads, tokens * heads, *static_strides,
         GROUP=group, SIZE=size, VALUE_SIZE=width, ROPE=rope_size, LANES=power_of_two(size),
         VALUE_LANES=power_of_two(width), ROPE_LANES=power_of_two(rope_size), KIND=kind, CAUSAL=causal,
-        HAS_CAP=soft_cap is not None, SPLIT=split, SEGMENT=SEGMENT, **tile, device=query.device,
+        HAS_CAP=soft_cap is not None, SPLIT=split, ALIGNED=aligned, SEGMENT=SEGMENT, **tile, device=query.device,
     )  # fmt: skip
     if split:
         launch(

@@ -20,7 +20,7 @@ from llm.kernels.reference import linear as definition
 from llm.kernels.reference.lora import add_products, check_slots, tokens_of
 from llm.kernels.reference.rotation import rotate
 from llm.kernels.triton.language import dot, dot_int8, from_float8, int8_codes, nibbles, rounded, whole
-from llm.kernels.triton.launch import KIB, PROGRAMS, Target, launch, power_of_two, target_of
+from llm.kernels.triton.launch import PROGRAMS, Target, launch, power_of_two, target_of
 from llm.kernels.weight import LEAST, Weight
 
 # A program quantizes so many columns at a time.
@@ -29,6 +29,8 @@ _MOST_AT_ONCE = 4096
 _LARGEST_BLOCK = 256
 # From so many rows on a program takes all segments of its outputs.
 _MANY_ROWS = 128
+# With fewer tiles of 64 outputs, those of float weights have 32.
+_FEW_TILES = 132
 # Columns of a segment, at least: adding segments costs less than it gains.
 _LEAST_SEGMENT = 512
 
@@ -95,6 +97,24 @@ def _values(codes, rn, rk, N, K, groups, group_size, scale, zero, minimum, table
 
 
 @triton.jit
+def _of_groups(codes, rn, first, N, groups, scale, zero, minimum, COUNT: tl.constexpr, LEAST_CODE: tl.constexpr):
+    """What codes [BN, COUNT * width], of whole groups from `first` on, stand for, float32."""
+    rg = first + tl.arange(0, COUNT)
+    inside = (rn < N)[:, None] & (rg < groups)[None, :]
+    place = rn.to(tl.int64)[:, None] * groups + rg[None, :]
+    factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+    value = codes.to(tl.float32).reshape(codes.shape[0], COUNT, codes.shape[1] // COUNT)
+    if minimum is not None:
+        least = tl.load(minimum + place, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+        value = tl.fma(value + LEAST_CODE, tl.broadcast_to(factor, value.shape), -tl.broadcast_to(least, value.shape))
+    elif zero is not None:
+        value = (value - tl.load(zero + place, mask=inside, other=0).to(tl.float32)[:, :, None]) * factor
+    else:
+        value = value * factor
+    return value.reshape(codes.shape[0], codes.shape[1])
+
+
+@triton.jit
 def _finish(sums, xs, scale, bias, rm, rn, M, N, WHOLE: tl.constexpr, STATIC: tl.constexpr):
     """Sums [BM, BN] as outputs in float32: WHOLE, a scale for each row of the weight; then the bias."""
     value = sums.to(tl.float32)
@@ -113,15 +133,16 @@ def _finish(sums, xs, scale, bias, rm, rn, M, N, WHOLE: tl.constexpr, STATIC: tl
 @triton.jit(do_not_specialize=["M"])
 def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride_x, stride_w, groups, group_size,
          input_offset, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr, VALUES: tl.constexpr,
-         WHOLE: tl.constexpr, STATIC: tl.constexpr, OFFSET: tl.constexpr, LEAST_CODE: tl.constexpr,
-         HALVES: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr,
-         BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+         BLOCK_GROUPS: tl.constexpr, WHOLE: tl.constexpr, STATIC: tl.constexpr, OFFSET: tl.constexpr,
+         LEAST_CODE: tl.constexpr, HALVES: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
+         SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """y[M, N] = x[M, K] W[N, K]^T + bias.
 
-    IN_GROUPS: the sum of each block of K is scaled by itself; VALUES: codes become values before the product; WHOLE:
-    the whole sum is scaled. SPLIT: one segment of `SEGMENT` columns, whose sums go to y [SEGMENTS, M, N]. OFFSET: of
-    static int8 activations. xs: scales of rows, of int8 activations. HALVES: x has all even columns, then the odd
-    ones, as the low and the high nibbles of int4 are: each half has a product of its own, and no nibble has to move.
+    IN_GROUPS: the sum of each block of K is scaled by itself. VALUES: codes become values before the product, each with
+    parameters of its own, or BLOCK_GROUPS whole groups of a block with theirs. WHOLE: the whole sum is scaled. SPLIT:
+    one segment of `SEGMENT` columns, whose sums go to y [SEGMENTS, M, N]. OFFSET: of static int8 activations. HALVES: x
+    has all even columns, then the odd ones, as the low and the high nibbles of int4 are: each half has a product of its
+    own, and no nibble has to move. xs: scales of rows, of int8 activations.
     """
     tiles_n = tl.cdiv(N, BN)
     # Eight tiles of rows share the tiles of the weight that the cache has.
@@ -165,7 +186,12 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
                     b_odd = _level(b_odd, level)
             if KIND == "float8":
                 b = from_float8(b)
-            if VALUES:
+            if BLOCK_GROUPS > 0:
+                at = k // group_size
+                b = _of_groups(b, rn, at, N, groups, scale, zero, minimum, BLOCK_GROUPS, LEAST_CODE)
+                if HALVES:
+                    b_odd = _of_groups(b_odd, rn, at, N, groups, scale, zero, minimum, BLOCK_GROUPS, LEAST_CODE)
+            elif VALUES:
                 if HALVES:
                     b = _values(b, rn, half * 2, N, K, groups, group_size, scale, zero, minimum, table, LEAST_CODE)
                     b_odd = _values(b_odd, rn, half * 2, N, K, groups, group_size, scale, zero, minimum, table,
@@ -282,6 +308,7 @@ class Form(NamedTuple):
     OFFSET: bool
     LEAST_CODE: int
     HALVES: bool
+    BLOCK_GROUPS: int
     SEGMENTS: int
     SEGMENT: int
     BK: int
@@ -293,10 +320,11 @@ def form_of(weight: Weight, dtype: torch.dtype) -> Form | None:
     shifted = any(part is not None for part in (weight.zero, weight.minimum, weight.table))
     block = 16 if dtype == torch.float32 and not int8_x else 64
     in_groups = values = False
+    block_groups = 0
     if weight.is_float:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
-        whole = False
+        whole, block = False, block if dtype == torch.float32 else 128
     elif int8_x and weight.kind == "int4" and weight.levels is None and (weight.groups > 1 or shifted):
         block = power_of_two(size, 32)
         if block != size or block > _LARGEST_BLOCK:
@@ -310,11 +338,14 @@ def form_of(weight: Weight, dtype: torch.dtype) -> Form | None:
         block, whole = _dividing(size, 64), True
         if block < 16:
             return None
+    elif dtype != torch.float32 and weight.groups > 1 and weight.table is None and size in (32, 64, 128, 256):
+        values, whole, block = True, False, 64 if size < 128 else 128
+        block_groups = max(1, block // size)
     elif shifted or (weight.groups > 1 and _dividing(size, block) < min(32, block)):
         values, whole = True, False
     elif weight.groups > 1:
         block, in_groups, whole = _dividing(size, block), True, False
-    segments = 1 if int8_x and in_groups else _segments(weight.n, weight.k)
+    segments = 1 if int8_x and in_groups else _segments(weight.n, weight.k, 32 if weight.is_float else 64)
     length = -(-weight.k // segments)
     length = max(block, -(-length // block) * block)
     return Form(
@@ -326,6 +357,7 @@ def form_of(weight: Weight, dtype: torch.dtype) -> Form | None:
         STATIC=bool(weight.input_scale),
         OFFSET=bool(weight.input_offset),
         LEAST_CODE=LEAST.get(weight.kind, 0),
+        BLOCK_GROUPS=block_groups,
         HALVES=weight.kind == "int4" and weight.k % 2 == 0 and block >= (64 if int8_x else 32),
         SEGMENTS=max(1, -(-weight.k // length)),
         SEGMENT=length,
@@ -333,9 +365,12 @@ def form_of(weight: Weight, dtype: torch.dtype) -> Form | None:
     )
 
 
-def _segments(n: int, k: int) -> int:
-    """Segments of K: enough programs for one row, of at least `_LEAST_SEGMENT` columns each."""
-    wanted = PROGRAMS // max(1, -(-n // 64))
+def _segments(n: int, k: int, outputs: int) -> int:
+    """Segments of K: enough programs of so many outputs for one row, of at least `_LEAST_SEGMENT` columns each.
+
+    Float weights need no more than the memory does, and with many rows segments cost registers; unpacking needs all.
+    """
+    wanted = (PROGRAMS if outputs > 32 else PROGRAMS // 2) // max(1, -(-n // outputs))
     return max(1, min(wanted, k // _LEAST_SEGMENT, 16))
 
 
@@ -351,13 +386,17 @@ def tile_of(target: Target, m: int, n: int, form: Form, dtype: torch.dtype) -> d
     outputs = 64
     if dtype == torch.float32 and not form.INT8_X:  # no tensor core: every thread has its operands in registers
         rows, outputs = min(rows, 32), 32
-    elif form.VALUES or form.IN_GROUPS:
+    elif (form.VALUES or form.IN_GROUPS) and not form.BLOCK_GROUPS:
         rows = min(rows, most // 2)
-    elif rows == 128 and form.SEGMENTS == 1:
+    elif rows == 128 and not target.is_small:
         outputs = 128
-    stages = 2 if target.api == "hip" or target.shared < 100 * KIB or form.BK > 128 else 3
+    elif form.KIND == "float" and -(-n // outputs) * form.SEGMENTS < _FEW_TILES:
+        outputs = 32  # a program on each multiprocessor
     outputs = min(outputs, power_of_two(n))
-    return {"BM": rows, "BN": outputs, "num_warps": 8 if rows > 64 else 4, "num_stages": stages}
+    stages = target.shared // ((rows + outputs) * form.BK * (1 if form.INT8_X else dtype.itemsize))
+    stages = 2 if target.api == "hip" else max(1, min(stages, 3 if form.BK > 64 else 4))
+    is_wide = rows * outputs > 64 * 128 and (form.KIND == "float" or target.api == "hip")
+    return {"BM": rows, "BN": outputs, "num_warps": 8 if is_wide else 4, "num_stages": stages}
 
 
 def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

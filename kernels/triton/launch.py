@@ -46,6 +46,11 @@ class Target(NamedTuple):
         return 64 if self.api == "cuda" and self.arch in (90, 100, 103) else 16
 
     @property
+    def is_small(self) -> bool:
+        """Shared memory for no more than two stages of a tile of 128 x 128."""
+        return self.shared < 160 * KIB or self.api == "hip"
+
+    @property
     def is_rdna(self) -> bool:
         """AMD's graphics cards: 256 registers a thread, and matrix instructions that need more of them than others."""
         return self.api == "hip" and not self.name.startswith("gfx9")

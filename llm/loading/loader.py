@@ -90,22 +90,19 @@ def _may_be_unused(name: str, tensor: torch.Tensor, config: QuantizationConfig |
 
 
 def load_dummy_weights(model: nn.Module, seed: int, *, pack_early: bool = False) -> None:
-    """Random weights for benchmarks: normal with deviation 0.02, ones for norms; a function of name and seed.
+    """Random weights for benchmarks: normal with deviation 0.02, ones for norms; a function of name, seed and the kind
+    of device, where they are drawn.
 
     For a quantized checkpoint, integers fit 4 bits, scales are positive and offsets 0. `pack_early` as in
     `load_weights`.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if _is_made(name, parameter)}
     early, sizes = EarlyPacking(model, parameters), {name: each.numel() for name, each in parameters.items()}
+    device = next((each.device for each in parameters.values() if not each.is_meta), torch.device("cpu"))
     for name, parameter in parameters.items():
         leaf = name.rpartition(".")[2]
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        is_elsewhere = parameter.device.type not in ("cpu", "meta")
-        filled = torch.empty_like(parameter, device="cpu") if is_elsewhere else parameter
-        _fill_dummy(filled, leaf, generator)
-        if is_elsewhere:
-            parameter.data.copy_(filled)
+        _fill_dummy(parameter, leaf, torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little")))
         parameter.elements_loaded = sizes[name]  # type: ignore[attr-defined]
         if pack_early:
             early.filled(name, sizes)
@@ -119,7 +116,7 @@ def _is_made(name: str, parameter: nn.Parameter) -> bool:
 def _fill_dummy(parameter: torch.Tensor, leaf: str, generator: torch.Generator) -> None:
     """A weight that is quantized on load is a meta tensor: it is filled through its loader, as from a file."""
     if parameter.is_meta:
-        data = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        data = torch.empty(parameter.shape, dtype=parameter.dtype, device=generator.device)
         loader: Callable[..., int] = getattr(parameter, "weight_loader", copy_whole)
         loader(parameter, data.normal_(0.0, _DUMMY_STD, generator=generator), None)
     elif parameter.dtype == torch.uint8:
@@ -128,7 +125,7 @@ def _fill_dummy(parameter: torch.Tensor, leaf: str, generator: torch.Generator) 
     elif not parameter.is_floating_point():
         parameter.data.random_(-8, 8, generator=generator)
     elif parameter.dtype.itemsize == 1:
-        values = torch.empty(parameter.shape).normal_(generator=generator)
+        values = torch.empty(parameter.shape, device=generator.device).normal_(generator=generator)
         parameter.data.copy_(values.abs() if "scale" in leaf else values)
     elif parameter.dim() == 1 and leaf == "weight":
         parameter.data.fill_(1.0)

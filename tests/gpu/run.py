@@ -178,7 +178,9 @@ def models(report: Report, folder: Path) -> None:
                 )
                 if is_invariant and not bits:
                     report.say("models", f"{name} {options} {dtype}", "says invariant, and is not", True)
-            report.say("models", f"{name} {options or ''}".strip(), "; ".join(said), same < len(prompts))
+            # Where activations or caches are rounded to 8 bits, the last bits of a float32 decide some of the codes.
+            rounds = options.get("quantization") in ("w8a8", "w4a8") or "kv_cache_dtype" in options
+            report.say("models", f"{name} {options or ''}".strip(), "; ".join(said), same < len(prompts) and not rounds)
 
         report.guarded("models", f"{name} {options or ''}".strip(), compare)
 
