@@ -16,8 +16,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from llm.async_llm import AsyncLLM as AsyncLLM
-    from llm.config.command_line import AsyncEngineArgs as AsyncEngineArgs
-    from llm.config.command_line import EngineArgs as EngineArgs
+    from llm.config.engine_args import AsyncEngineArgs as AsyncEngineArgs
+    from llm.config.engine_args import EngineArgs as EngineArgs
     from llm.engine.async_llm_engine import AsyncLLMEngine as AsyncLLMEngine
     from llm.errors import ArgumentError as ArgumentError
     from llm.errors import CheckpointError as CheckpointError
@@ -100,11 +100,11 @@ _PUBLIC = {
     "TokensPrompt": "llm.inputs",
     "ModelRegistry": "llm.models.registry",
     "register_model": "llm.models.registry",
-    "EngineArgs": "llm.config.command_line",
+    "EngineArgs": "llm.config.engine_args",
     "LLMEngine": "llm.llm_engine",
     "AsyncLLM": "llm.async_llm",
     "AsyncLLMEngine": "llm.engine.async_llm_engine",
-    "AsyncEngineArgs": "llm.config.command_line",
+    "AsyncEngineArgs": "llm.config.engine_args",
     "PoolingParams": "llm.pooling_params",
     "PoolerConfig": "llm.pooling_params",
     "ClassificationOutput": "llm.outputs",

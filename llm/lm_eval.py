@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from llm.base.checks import refuse
 from llm.base.optional import optional_package
-from llm.config.command_line import EngineArgs
+from llm.config.engine_args import EngineArgs
 from llm.llm import LLM
 from llm.logger import init_logger
 from llm.sampling_params import SamplingParams

@@ -98,7 +98,7 @@ def add_engine_flags(command: argparse.ArgumentParser, leave_out: Collection[str
 
 def add_other_flags(command: argparse.ArgumentParser, options: Iterable[str]) -> None:
     """Add those of `options` that are further arguments of `LLM`, or of vLLM's, to a command with engine flags."""
-    from llm.config.command_line import DEFAULTS  # imports PyTorch
+    from llm.config.engine_args import DEFAULTS  # imports PyTorch
 
     for option in dict.fromkeys(option.partition("=")[0] for option in options):
         name = option[2:].replace("-", "_")

@@ -34,7 +34,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
         "llm.base.command_line": "cleanup_dist_env_and_memory",
     },
     "llm.engine.arg_utils": {
-        "llm.config.command_line": "AsyncEngineArgs EngineArgs",
+        "llm.config.engine_args": "AsyncEngineArgs EngineArgs",
     },
     "llm.engine.model_runner": {  # a class path that platforms of plugins name
         "llm.runner.model_runner": "ModelRunner",
