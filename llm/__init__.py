@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from llm.inputs import TextPrompt as TextPrompt
     from llm.inputs import TokensPrompt as TokensPrompt
     from llm.inside.capture import Capture as Capture
+    from llm.inside.control_vector import ControlVector as ControlVector
     from llm.inside.intervention import Intervention as Intervention
     from llm.llm import LLM as LLM
     from llm.llm_engine import LLMEngine as LLMEngine
@@ -80,6 +81,7 @@ _PUBLIC = {
     "LLM": "llm.llm",
     "Capture": "llm.inside.capture",
     "Intervention": "llm.inside.intervention",
+    "ControlVector": "llm.inside.control_vector",
     "SamplingParams": "llm.sampling_params",
     "BeamSearchParams": "llm.sampling_params",
     "BeamSearchOutput": "llm.outputs",

@@ -74,8 +74,10 @@ from llm.sampling_params import BeamSearchParams, SamplingParams
 from llm.setup.build import build_engine
 
 if TYPE_CHECKING:
+    import pandas
     import torch
 
+    from llm.inside.experiments import Metric as PatchMetric
     from llm.jobs.job import JobSummary
     from llm.llm_engine import LLMEngine
     from llm.setup.preview import ModelPlan
@@ -962,6 +964,44 @@ class LLM:
             ValidationError: the model makes vectors or classes, or is divided over several processes.
         """
         return self._open_engine().runner.sites()
+
+    @known_names("LLM.logit_lens")
+    def logit_lens(self, prompt: PromptType, token: str | int | None = None) -> pandas.DataFrame:
+        """What the LM head makes of the residual stream behind each layer: a row per layer, a column per token.
+
+        Cells are the likeliest next token, with its probability in `.attrs["values"]`; or, with a `token` (an id, or a
+        text, whose first token counts), the probability of that. A heat map in a notebook; one batched call.
+        """
+        from llm.inside.experiments import logit_lens
+
+        return logit_lens(self, prompt, token)
+
+    @known_names("LLM.patch")
+    def patch(
+        self,
+        clean: PromptType,
+        corrupted: PromptType,
+        sites: str | Sequence[str] = "layers.*.output",
+        metric: PatchMetric = None,
+    ) -> pandas.DataFrame:
+        """Activation patching: `corrupted` with one activation of `clean` in it, at each site and each token.
+
+        A row per site and a column per token; cells are the metric of the logits behind the prompt, `.attrs["clean"]`
+        and `.attrs["corrupted"]` those of the prompts themselves. A heat map in a notebook; one batched call.
+
+        Args:
+            clean: a prompt with as many tokens as `corrupted`.
+            corrupted: the prompt that is computed.
+            sites: as in `Capture`.
+            metric: logits float32 [vocab] -> float; or (answer, wrong answer), the difference of the logits of their
+                first tokens; None: the logprob of the likeliest answer to `clean`.
+
+        Raises:
+            ValidationError: the prompts differ in length.
+        """
+        from llm.inside.experiments import patch
+
+        return patch(self, clean, corrupted, sites, metric)
 
     @known_names("LLM.apply_model")
     def apply_model(self, func: Callable[[torch.nn.Module], R]) -> list[R]:
