@@ -38,6 +38,8 @@ logger = logging.getLogger("llm")
 # The largest error, as a share of the largest value.
 ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 _BLOCK_SIZE = 16
+# The types in which kernels are compared on the first start; float16 is computed as bfloat16 is.
+_TYPES = (torch.float32, torch.bfloat16)
 # Each has a context of the device, of some hundred MB.
 _MOST_PROCESSES = 8
 # Of logits, which are float32 whatever the activations are.
@@ -363,30 +365,53 @@ def _moved(item: Any, device: torch.device | None) -> Any:
     return item
 
 
-def found_here(operation: Operation, name: str, device: torch.device) -> str:
-    """Where the operation differs from its definition, in any type of activations; "": nowhere."""
-    return next(filter(None, (disagreement(name, operation, device, dtype) for dtype in ALLOWED)), "")
+class Task(NamedTuple):
+    """One case of an operation, in one type of activations."""
+
+    name: str
+    case: int
+    dtype: torch.dtype
+
+
+def tasks_of(names: Sequence[str], dtypes: Sequence[torch.dtype]) -> list[Task]:
+    return [Task(name, case, dtype) for name in names for dtype in dtypes for case in range(len(cases(name)))]
 
 
 _CHILD = """
 import json, sys
-sys.path[:], name, device = json.loads(sys.argv[1])
+sys.path[:], device, tasks = json.loads(sys.argv[1])
 import torch
 from llm.kernels.triton.backend import kernel
-from llm.kernels.triton.check import found_here
-print(json.dumps(found_here(kernel(name), name, torch.device(device))))
+from llm.kernels.triton.check import cases, disagreement
+for name, case, dtype in tasks:
+    found = disagreement(name, kernel(name), torch.device(device), getattr(torch, dtype), cases(name)[case])
+    print(json.dumps(found), flush=True)
+    if "Error: CUDA" in found:
+        break
 """
 
 
-def found_apart(name: str, device: torch.device) -> str:
-    """`found_here` of a kernel in a process of its own: one that reads what it must not ends its process's use of the
-    device. Several at a time also compile sooner."""
-    argument = json.dumps([[entry or os.getcwd() for entry in sys.path], name, str(device)])
-    done = subprocess.run([sys.executable, "-c", _CHILD, argument], capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return str(json.loads(done.stdout.splitlines()[-1]))
-    said = done.stderr.strip().splitlines()
-    return f"its process ended with {done.returncode}: {said[-1] if said else ''}"
+def found_apart(tasks: Sequence[Task], device: torch.device) -> dict[Task, str]:
+    """What `disagreement` says of kernels, computed in a process of its own: one that reads what it must not ends its
+    process's use of the device, and the others go on in another."""
+    found: dict[Task, str] = {}
+    while rest := tasks[len(found) :]:
+        plain = [(task.name, task.case, str(task.dtype).removeprefix("torch.")) for task in rest]
+        argument = json.dumps([[entry or os.getcwd() for entry in sys.path], str(device), plain])
+        done = subprocess.run([sys.executable, "-c", _CHILD, argument], capture_output=True, text=True, check=False)
+        found |= zip(rest, map(json.loads, done.stdout.splitlines()), strict=False)
+        if done.returncode:
+            said = done.stderr.strip().splitlines()
+            found[tasks[len(found)]] = f"its process ended with {done.returncode}: {said[-1] if said else ''}"
+    return found
+
+
+def found_by_several(tasks: Sequence[Task], device: torch.device) -> dict[Task, str]:
+    """The same of several processes at a time: nearly all of it is compiling."""
+    count = max(1, min(_MOST_PROCESSES, len(system.cores()), len(tasks)))
+    with ThreadPoolExecutor(count) as pool:
+        each = pool.map(partial(found_apart, device=device), [tasks[start::count] for start in range(count)])
+        return {task: text for found in each for task, text in found.items()}
 
 
 # --- Remembering. ---
@@ -405,10 +430,13 @@ def agreeing(
     if missing:
         logger.warning("%s kernels are compared with PyTorch's operations on this device, once", len(missing))
         if device.type == "cuda":
-            with ThreadPoolExecutor(min(_MOST_PROCESSES, len(system.cores()))) as pool:
-                found |= zip(missing, pool.map(partial(found_apart, device=device), missing), strict=True)
+            each = found_by_several(tasks_of(missing, _TYPES), device)
+            found |= {name: next((text for task, text in each.items() if task.name == name and text), "")
+                      for name in missing}  # fmt: skip
         else:
-            found |= {name: found_here(kernels[name], name, device) for name in missing}
+            for name in missing:
+                each_type = (disagreement(name, kernels[name], device, dtype) for dtype in _TYPES)
+                found[name] = next(filter(None, each_type), "")
         _remember(folder, device, found)
     wrong = {name: found[name] for name in kernels if found[name]}
     for name, why in wrong.items():

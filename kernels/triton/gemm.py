@@ -20,7 +20,7 @@ from llm.kernels.reference import linear as definition
 from llm.kernels.reference.lora import add_products, check_slots, tokens_of
 from llm.kernels.reference.rotation import rotate
 from llm.kernels.triton.language import dot, dot_int8, from_float8, int8_codes, nibbles, rounded, whole
-from llm.kernels.triton.launch import PROGRAMS, Target, launch, power_of_two, target_of
+from llm.kernels.triton.launch import KIB, PROGRAMS, Target, launch, power_of_two, target_of
 from llm.kernels.weight import LEAST, Weight
 
 # A program quantizes so many columns at a time.
@@ -72,11 +72,15 @@ def quantize_rows(x, q, scales, columns, groups, stride_x, static_scale, offset,
 
 
 @triton.jit
-def _level(codes, level):
-    """int4 with two levels of scales as integers of 8 bits: codes [BN, BK], level [BN, 1]."""
+def _level(codes, levels, rn, first, N, groups, COUNT: tl.constexpr):
+    """int4 codes [BN, COUNT * width] of COUNT groups from `first` on, with two levels of scales -> int8."""
+    rg = first + tl.arange(0, COUNT)
+    inside = (rn < N)[:, None] & (rg < groups)[None, :]
+    level = tl.load(levels + (rn.to(tl.int64)[:, None] * groups + rg[None, :]), mask=inside, other=0).to(tl.int32)
     step = level & 15
     shift = (step * ((level >> 4) + 16) * 5) >> 4
-    return ((codes.to(tl.int32) + 8) * step - shift).to(tl.int8)
+    value = codes.to(tl.int32).reshape(codes.shape[0], COUNT, codes.shape[1] // COUNT)
+    return ((value + 8) * step[:, :, None] - shift[:, :, None]).to(tl.int8).reshape(codes.shape[0], codes.shape[1])
 
 
 @triton.jit
@@ -179,14 +183,12 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
                 if KIND == "int4":
                     b = nibbles(packed, BN, BK)
             if levels is not None:
-                level = tl.load(levels + rn.to(tl.int64) * groups + k // group_size, mask=rn < N, other=0)
-                level = level.to(tl.int32)[:, None]
-                b = _level(b, level)
+                b = _level(b, levels, rn, k // group_size, N, groups, BLOCK_GROUPS)
                 if HALVES:
-                    b_odd = _level(b_odd, level)
+                    b_odd = _level(b_odd, levels, rn, k // group_size, N, groups, BLOCK_GROUPS)
             if KIND == "float8":
                 b = from_float8(b)
-            if BLOCK_GROUPS > 0:
+            if BLOCK_GROUPS > 0 and levels is None:
                 at = k // group_size
                 b = _of_groups(b, rn, at, N, groups, scale, zero, minimum, BLOCK_GROUPS, LEAST_CODE)
                 if HALVES:
@@ -330,16 +332,14 @@ def form_of(weight: Weight, dtype: torch.dtype) -> Form | None:
         if block != size or block > _LARGEST_BLOCK:
             return None
         in_groups, whole = True, False
-    elif int8_x:
-        whole, block = True, 128 if weight.levels is None else _dividing(size, 128)
-        if block < 32:
-            return None
     elif weight.levels is not None:
-        block, whole = _dividing(size, 64), True
-        if block < 16:
+        if size not in (32, 64, 128, 256):
             return None
+        whole, block, block_groups = True, 128, max(1, 128 // size)
+    elif int8_x:
+        whole, block = True, 128
     elif dtype != torch.float32 and weight.groups > 1 and weight.table is None and size in (32, 64, 128, 256):
-        values, whole, block = True, False, 64 if size < 128 else 128
+        values, whole, block = True, False, 128
         block_groups = max(1, block // size)
     elif shifted or (weight.groups > 1 and _dividing(size, block) < min(32, block)):
         values, whole = True, False
@@ -358,7 +358,8 @@ def form_of(weight: Weight, dtype: torch.dtype) -> Form | None:
         OFFSET=bool(weight.input_offset),
         LEAST_CODE=LEAST.get(weight.kind, 0),
         BLOCK_GROUPS=block_groups,
-        HALVES=weight.kind == "int4" and weight.k % 2 == 0 and block >= (64 if int8_x else 32),
+        # Groups are cut by whole columns; there the nibbles are moved.
+        HALVES=weight.kind == "int4" and weight.k % 2 == 0 and block >= (64 if int8_x else 32) and not block_groups,
         SEGMENTS=max(1, -(-weight.k // length)),
         SEGMENT=length,
         BK=block,
@@ -388,14 +389,19 @@ def tile_of(target: Target, m: int, n: int, form: Form, dtype: torch.dtype) -> d
         rows, outputs = min(rows, 32), 32
     elif (form.VALUES or form.IN_GROUPS) and not form.BLOCK_GROUPS:
         rows = min(rows, most // 2)
+    elif form.BLOCK_GROUPS and not form.INT8_X and not target.is_small:
+        is_many = rows == 128 and form.SEGMENTS == 1 and target.shared > 200 * KIB
+        outputs = 256 if is_many else 128 if rows == 128 or n >= 64 * _FEW_TILES else 64
     elif rows == 128 and not target.is_small:
         outputs = 128
     elif form.KIND == "float" and -(-n // outputs) * form.SEGMENTS < _FEW_TILES:
         outputs = 32  # a program on each multiprocessor
     outputs = min(outputs, power_of_two(n))
-    stages = target.shared // ((rows + outputs) * form.BK * (1 if form.INT8_X else dtype.itemsize))
+    size = 1 if form.INT8_X else dtype.itemsize
+    stages = target.shared // ((rows * size + outputs * (1 if form.BLOCK_GROUPS else size)) * form.BK)
     stages = 2 if target.api == "hip" else max(1, min(stages, 3 if form.BK > 64 else 4))
     is_wide = rows * outputs > 64 * 128 and (form.KIND == "float" or target.api == "hip")
+    is_wide |= form.BLOCK_GROUPS > 0 and outputs > 64 and not form.INT8_X
     return {"BM": rows, "BN": outputs, "num_warps": 8 if is_wide else 4, "num_stages": stages}
 
 

@@ -111,8 +111,11 @@ def test_a_kernel_that_disagrees_is_left_out_and_the_finding_is_kept(tmp_path: P
 
 
 def test_a_kernel_is_compared_in_a_process_of_its_own() -> None:
-    assert check.found_apart("argmax", CPU) == ""
-    assert check.found_apart("unknown", CPU) == "its process ended with 1: KeyError: 'unknown'"
+    tasks = check.tasks_of(["argmax"], [torch.float32])
+    unknown = check.Task("unknown", 0, torch.float32)
+    found = check.found_by_several([tasks[0], unknown, tasks[0]._replace(dtype=torch.bfloat16)], CPU)
+    assert found.pop(unknown) == "its process ended with 1: KeyError: 'unknown'"
+    assert list(found.values()) == ["", ""], "the others are compared in another process"
 
 
 # --- Arithmetic. ---
