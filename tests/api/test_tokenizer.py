@@ -327,6 +327,8 @@ def test_texts_are_cut_in_one_thread_and_not_in_another() -> None:
     tokenizer, text = Tokenizer(TINY), "In the beginning God created the heaven and the earth. " * 20
     whole, pair = tokenizer.encode([text])[0], tokenizer.encode_pairs([(text, text)])[0]
     cut, ends = Truncation(9, "left"), threading.Event()
+    last = tokenizer.encode_pairs([(text, text)], cut)[0][0][-1]
+    assert last == pair[0][-1] != tokenizer.encode_pairs([(text, text)], Truncation(9, "right"))[0][0][-1]
     wrong: list[object] = []
 
     def cuts() -> None:
