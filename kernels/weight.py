@@ -251,10 +251,15 @@ def dequantize(
 
 def eight_bits(codes: torch.Tensor, levels: torch.Tensor, group_size: int) -> torch.Tensor:
     """(w + 8) * step - shift, int8 [N, K]: w int8 [N, K], levels uint8 [N, G]."""
-    step, place = (part.to(torch.int16) for part in (levels & 15, levels >> 4))
-    shift = step * (place + 16) * 5 // 16
+    step, shift = steps_and_shifts(levels)
     groups = codes.unflatten(1, (levels.shape[1], group_size))
     return ((groups + 8) * step[..., None] - shift[..., None]).to(torch.int8).flatten(1)
+
+
+def steps_and_shifts(levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of levels uint8, int16 each."""
+    step, place = (part.to(torch.int16) for part in (levels & 15, levels >> 4))
+    return step, step * (place + 16) * 5 // 16
 
 
 def _above_minimum(codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, group_size: int) -> torch.Tensor:

@@ -39,7 +39,7 @@ from llm.kernels.reference.quantize_weight import (
     shift_of,
 )
 from llm.kernels.reference.rotation import rotate
-from llm.kernels.weight import eight_bits
+from llm.kernels.weight import eight_bits, steps_and_shifts
 
 # This fraction of a second moment's mean diagonal is added to its diagonal, as in GPTQ.
 _DAMPING = 0.01
@@ -53,6 +53,8 @@ _MOST_CODE = 15
 _STEPS, _BESIDE = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 0.025
 # Elements that are rounded with feedback at a time: each of the columns costs some operations, whatever the rows.
 _ROUNDED_ELEMENTS = 1 << 22
+# Elements whose levels are looked for at a time.
+_LEVELLED_ELEMENTS = 1 << 20
 # Columns whose errors are spread as they arise, and from them to the later ones at once.
 _BLOCK = 64
 
@@ -106,6 +108,12 @@ class IntegerWeight:
         values = eight_bits(self.q, self.levels, self.group_size)
         return replace(self, q=values, levels=None, group_size=values.shape[1], bits=8)
 
+    def on_levels(self, group_size: int) -> IntegerWeight | None:
+        """The inverse: integers of 8 bits by rows as 4 bits with levels, which stand for the same; None: they do not
+        fit."""
+        found = _on_levels(self.q, group_size)
+        return None if found is None else replace(self, q=found[0], levels=found[1], group_size=group_size, bits=4)
+
     def to(self, device: torch.device) -> IntegerWeight:
         """Itself where all of it is there, else a copy."""
         names = ("q", "scale", "zero", "bias", "minimum", "columns", "table", "levels")
@@ -119,6 +127,43 @@ class IntegerWeight:
             self.scale, self.zero, self.group_size, self.minimum, self.columns, self.rotation, self.levels
         )
         return replace(weight, table=self.table).dequantize()
+
+
+def _on_levels(values: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Codes from -8 to 7 [N, K] and levels [N, K / size] that `eight_bits` makes int8 `values` [N, K] of; None: none.
+
+    All that a group's level depends on is its least value, its largest, and what divides its values' distances.
+    """
+    codes, levels = torch.empty_like(values), values.new_empty(len(values), values.shape[1] // size, dtype=torch.uint8)
+    rows = max(1, _LEVELLED_ELEMENTS // values.shape[1])
+    for start in range(0, len(values), rows):
+        groups = values[start : start + rows].unflatten(1, (-1, size)).to(torch.int16)
+        low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+        divisor = groups - low[..., None]
+        while divisor.shape[-1] > 1:  # halves, which share the middle of an odd number
+            count = divisor.shape[-1]
+            divisor = torch.gcd(divisor[..., : (count + 1) // 2], divisor[..., count // 2 :])
+        kinds, which = ((low + 128).int() * 65536 + (high + 128).int() * 256 + divisor[..., 0]).unique(
+            return_inverse=True
+        )
+        level = _level_of_kinds(kinds // 65536 - 128, kinds // 256 % 256 - 128, kinds % 256)
+        if level is None:
+            return None
+        levels[start : start + rows] = found = level[which]
+        step, shift = (part[..., None] for part in steps_and_shifts(found))
+        codes[start : start + rows] = ((groups + shift) // step - 8).flatten(1).to(torch.int8)
+    return codes, levels
+
+
+def _level_of_kinds(low: torch.Tensor, high: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor | None:
+    """uint8 [kinds]: a level on which groups of values from `low` to `high`, `divisor` apart, are codes of 4 bits."""
+    found = torch.zeros_like(low, dtype=torch.uint8)
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[every % 16 > 0]
+    for level, step, shift in zip(every.tolist(), *(part.tolist() for part in steps_and_shifts(every)), strict=True):
+        fits = (divisor % step == 0) & ((low + shift) % step == 0)
+        found[fits & (low + shift >= 0) & (high + shift <= _MOST_CODE * step)] = level
+    return found if bool(found.all()) else None
 
 
 @dataclass

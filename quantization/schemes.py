@@ -81,6 +81,8 @@ def _static_input(scheme: Scheme, weight: IntegerWeight) -> None:
 
 
 _TABLES = ("linear", "embedding")
+# Of w4a8 on two levels, which a checkpoint of its values does not say: a larger one is of several of the first.
+_LEVELLED_GROUPS = (32, 16)
 
 SCHEMES = {
     row.name: row
@@ -190,6 +192,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
 
     def _take(self, layer: Any, weight: IntegerWeight) -> None:
         self._scheme.check(weight)
+        weight = self._smaller(layer, weight)
         if self.storage.note:
             self.reason, self.summary = f"{self.storage.note}: {self.reason}", self.storage.note
         weight = weight.to(self._device)
@@ -210,6 +213,23 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
             layer.register_buffer(name, tensor, persistent=False)
         if weight.bias is not None:
             layer.bias = nn.Parameter(weight.bias.float(), requires_grad=False)
+
+    def _smaller(self, layer: Any, weight: IntegerWeight) -> IntegerWeight:
+        """A checkpoint's rotated integers of 8 bits that are codes of 4 bits on two levels of scales, as those.
+
+        So w4a8 is saved. Products are of the same integers, so answers are the same bit for bit.
+        """
+        if self.scheme != "W8A8_DYNAMIC" or not weight.rotation or self.storage.on_load or layer.quant_kind != "linear":
+            return weight
+        for size in _LEVELLED_GROUPS:
+            found = weight.on_levels(size) if weight.q.shape[1] % size == 0 else None
+            if found is not None:
+                self._scheme = SCHEMES["W4A8_DYNAMIC"]
+                self.scheme = self._scheme.name
+                self.reason = f"{self.reason}, held as codes of 4 bits on two levels of scales"
+                self.told = "held in 4 bits, as they fit"
+                return found
+        return weight
 
     def _kept(self, layer: Any, packed: Weight) -> Weight:
         path: str = getattr(layer, "prefix", "")

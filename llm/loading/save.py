@@ -31,6 +31,7 @@ from llm.loading.saved_formats import (
     StoredLayer,
     Writer,
     stored_layers,
+    with_positive_scales,
 )
 from llm.loading.weight_map import Target
 from llm.quantization.kv_cache import has_cache_scales
@@ -117,6 +118,7 @@ def _folder(
     format: str, layers: list[StoredLayer], source: Path, hf_config: Mapping[str, object]
 ) -> Callable[[Path], Path]:
     """Writes everything into a folder, and gives what has to be renamed."""
+    layers = [with_positive_scales(layer) for layer in layers]
     writer = _WRITERS[format](hf_config, layers)
     others = _others(source)
 

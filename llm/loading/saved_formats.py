@@ -1,7 +1,7 @@
 """The formats that `save_quantized` writes: names and layouts of a quantized layer's tensors, and config.json's part.
 
 The inverse of `quantization/formats`; GGUF's is in `gguf/save.py`. The written integers and scales are the ones
-computed with, so a saved and loaded model gives the same answers.
+computed with, so a saved and loaded model gives the same answers; where scales are negative, the same values.
 """
 
 from __future__ import annotations
@@ -116,6 +116,22 @@ def _stored_layer(name: str, module: nn.Module, shard_id: str | int | None, has_
         if has_bias or bias.any():
             layer.floats["bias"] = bias
     return layer
+
+
+def with_positive_scales(layer: StoredLayer) -> StoredLayer:
+    """The same values: a group whose scale is negative, which only GGUF's programs expect, is counted backwards.
+
+    (q - zero) * scale = (q' - zero') * -scale with q' = -1 - q and zero' = -1 - zero, which have as many bits. Q4_0 has
+    such scales, for the largest value of a group becomes -8.
+    """
+    weight = layer.weight
+    if weight is None or weight.minimum is not None or not bool((weight.scale < 0).any()):
+        return layer
+    backwards = weight.scale < 0
+    zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
+    each = backwards.repeat_interleave(weight.group_size, dim=1)
+    q, zero = torch.where(each, -1 - weight.q, weight.q), torch.where(backwards, -1 - zero, zero)
+    return replace(layer, weight=replace(weight, q=q, scale=weight.scale.abs(), zero=zero))
 
 
 def without_form(name: str, what: str, format: str) -> LLMError:
@@ -246,8 +262,6 @@ def _is_table(layer: StoredLayer) -> bool:
 def _group(name: str, scheme: str, weight: IntegerWeight) -> JsonObject:
     if weight.minimum is not None:
         raise without_form(name, "minima", "compressed-tensors")
-    if bool((weight.scale < 0).any()):
-        raise without_form(name, "negative scales", "compressed-tensors")
     grouped = weight.scale.shape[1] > 1
     stored, kind = _format(name, weight, scheme in _WEIGHT_ONLY)
     weights: JsonObject = {

@@ -12,6 +12,8 @@ from llm.base.types import Commands
 from llm.errors import ValidationError
 
 SCHEMES = ("w8a8", "w8a16", "w4a16", "w4a8", "fp8", "mxfp4")
+# A scheme of 4 bits with a budget: the sizes between, which are tried too where the smallest is looked for.
+_BUDGETS = ("w4a16:5", "w4a16:6", "w4a8:5", "w4a8:6")
 _HEADINGS = ("quantization", "weights", "perplexity", "change", "same next token", "greedy tokens", "least dB")
 
 
@@ -27,7 +29,10 @@ def add_command(commands: Commands) -> None:
     command.add_argument("--model", dest="named", metavar="NAME", help="the same (default: the embedded model)")
     command.add_argument("--texts", metavar="FILE", type=Path, required=True, help="texts, separated by form feeds")
     command.add_argument(
-        "--schemes", metavar="NAME,NAME", type=_names, default=list(SCHEMES), help=f"default: {','.join(SCHEMES)}"
+        "--schemes",
+        metavar="NAME,NAME",
+        type=_names,
+        help=f"w4a16:5 is w4a16 with bits=5; default: {','.join(SCHEMES)}, and with --find {','.join(_BUDGETS)}",
     )
     command.add_argument("--calibration", metavar="FILE", type=Path, help="texts to calibrate with, other than those")
     command.add_argument(
@@ -45,7 +50,8 @@ def _run(args: argparse.Namespace) -> int:
     calibration = args.calibration and _read(args.calibration)
     measured: list[Measured] = []
     model = args.named if args.model is None else args.model
-    for line in table(model, _read(args.texts), args.schemes, calibration, measured):
+    schemes = args.schemes or [*SCHEMES, *(() if args.find is None else _BUDGETS)]
+    for line in table(model, _read(args.texts), schemes, calibration, measured):
         print(line, flush=True)
     if args.find is None:
         return 0
@@ -55,11 +61,23 @@ def _run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """One scheme of the table: bytes of its weights, and its perplexity as a share more than the unquantized one's."""
+    """A scheme as the command names it, the bytes of its weights, and by what share its perplexity is larger."""
 
     scheme: str
     nbytes: int
     change: float
+
+
+def asked(scheme: str) -> str | dict[str, object]:
+    """What `LLM(quantization=...)` takes for "w4a16", or for "w4a16:5" of the command."""
+    name, _, bits = scheme.partition(":")
+    if not bits:
+        return name
+    try:
+        budget = float(bits)
+    except ValueError:
+        refuse("schemes", scheme, "a scheme and a number of bits, such as w4a16:5")
+    return {"scheme": name, "bits": int(budget) if budget.is_integer() else budget}
 
 
 def proposal(measured: Iterable[Measured], loss: float) -> str:
@@ -67,11 +85,11 @@ def proposal(measured: Iterable[Measured], loss: float) -> str:
     found = sorted(measured, key=lambda item: item.nbytes)
     within = next((item for item in found if item.change <= loss), None)
     if within is not None:
-        found_it = f"quantization={within.scheme!r} is the smallest within {100 * loss:g}%"
+        found_it = f"quantization={asked(within.scheme)!r} is the smallest within {100 * loss:g}%"
         return f"{found_it}: {within.change:+.2%} on these texts."
     best = min(found, key=lambda item: item.change)
     return (
-        f"No scheme is within {100 * loss:g}% on these texts; the closest is quantization={best.scheme!r} with "
+        f"No scheme is within {100 * loss:g}% on these texts; the closest is quantization={asked(best.scheme)!r} with "
         f"{best.change:+.2%}. --calibration FILE makes 4 bits more accurate."
     )
 
@@ -85,12 +103,13 @@ def table(
 ) -> Iterator[str]:
     """The lines of a Markdown table: the unquantized model, then each scheme compared with it; also in `measured`."""
     from llm.llm import EMBEDDED_MODEL, LLM
-    from llm.quantization.on_load import RECIPES
+    from llm.quantization.on_load import RECIPES, OnlineConfig
     from llm.tools.quantization_report import agreement, common_prefix, greedy_tokens, prompts_from, score_texts
 
     for scheme in schemes:
-        if scheme not in RECIPES:
-            refuse("schemes", scheme, f"of {', '.join(RECIPES)}")
+        if scheme.partition(":")[0] not in RECIPES:
+            refuse("schemes", scheme, f"of {', '.join(RECIPES)}, or one with bits such as w4a16:5")
+        OnlineConfig.parse(asked(scheme), calibration)
     model = EMBEDDED_MODEL if model is None else model
     yield _row(_HEADINGS)
     yield _row(["---"] * len(_HEADINGS))
@@ -101,7 +120,7 @@ def table(
         bytes_before = sum(layer.bytes_after for layer in layers)
         yield _row(["none", f"{bytes_before:,} B", f"{before.perplexity:.4f}", "", "", "", ""])
     for scheme in schemes:
-        with LLM(model, quantization=scheme, calibration=calibration) as llm:
+        with LLM(model, quantization=asked(scheme), calibration=calibration) as llm:
             after = score_texts(llm, texts)
             shares = [common_prefix(*pair) for pair in zip(tokens, greedy_tokens(llm, prompts), strict=True)]
             layers = llm._open_engine().runner.layer_reports()

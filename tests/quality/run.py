@@ -12,6 +12,7 @@ weights a GGUF file holds in Q4_1, and all-MiniLM-L6-v2 (Apache 2.0) in float32.
 - gguf: other GGUF files of the same values as they are (`--gguf FILE ...`), of llama.cpp's llama-quantize for example,
   compared with the file, whose tokenizer is theirs.
 - kv: the types of the KV cache, compared with float32.
+- long: the same with 8,100 tokens of Scripture before it, of which the last 1,024 are scored.
 - minilm: the cosine of 60 sentences' vectors to the unquantized ones, and how often the nearest neighbour is the same.
 
 Takes minutes and downloads 200 MB; never run in CI.
@@ -34,9 +35,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMES = ("w8a16", "w8a8", "fp8", "w4a16", "w4a8", "q8_0", "q4_k", "q4_0", "mxfp4", "nf4")
-CACHES = ("float32", "auto", "int8", "fp8")
+CACHES = ("auto", "int8", "fp8")
 BITS = (4, 4.25, 4.5, 5, 5.5, 6, 7, 8)
 TOKENS = 384
+# The model's context is 8,192.
+LONG, SCORED = 8100, 1024
 GGUF, MINILM, FLOAT = "smollm2-135m-instruct-q4_1.gguf", "minilm", "smollm2-135m-instruct-float32"
 
 
@@ -85,6 +88,8 @@ def write_floats(folder: Path) -> Path:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+        model.hf_quantizer = None  # its values are floats: transformers refuses to save what it calls quantized
+        model.config.__dict__.pop("quantization_config", None)
         model.save_pretrained(path)
         AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(path)
     return path
@@ -102,8 +107,13 @@ class Scored:
         return -float(self.logprobs.gather(1, self.following[:, None]).double().mean())
 
 
-def score(model: str | Path, **options: object) -> tuple[list[Scored], int]:
-    """The texts, scored by `LLM(model, **options)`, and the bytes of its layers."""
+def score(
+    model: str | Path, tokens: int = TOKENS, last: int = TOKENS, names: Sequence[str] = (), **options: object
+) -> tuple[list[Scored], int]:
+    """Texts cut to `tokens`, the `last` of each scored by `LLM(model, **options)`, and the bytes of its layers.
+
+    `names`: of the texts; none: all.
+    """
     from llm import LLM, SamplingParams
     from llm.layers.embedding import LogitsLayer
 
@@ -112,20 +122,27 @@ def score(model: str | Path, **options: object) -> tuple[list[Scored], int]:
     def keep(module: torch.nn.Module, _: object, output: torch.Tensor) -> None:
         if isinstance(module, LogitsLayer):
             seen.append(output.clone())
+            while sum(map(len, seen[1:])) > last:
+                seen.pop(0)  # not scored
 
     found = []
     handle = torch.nn.modules.module.register_module_forward_hook(keep)
     try:
-        with LLM(model, max_model_len=1024, enable_prefix_caching=False, **options) as llm:  # type: ignore[arg-type]
+        length = max(1024, tokens + 1)
+        with LLM(model, max_model_len=length, enable_prefix_caching=False, **options) as llm:  # type: ignore[arg-type]
             tokenizer = llm.get_tokenizer()
-            for text in texts().values():
-                ids = tokenizer.encode(text)[:TOKENS]
+            for name, text in texts().items():
+                if names and name not in names:
+                    continue
+                ids = tokenizer.encode(text)[:tokens]
                 seen.clear()
                 params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
                 llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
-                logits = torch.cat(seen)[: len(ids) - 1]
-                assert len(logits) == len(ids) - 1
-                found.append(Scored(torch.log_softmax(logits.float(), -1), torch.tensor(ids[1:])))
+                count = min(last, len(ids) - 1)
+                # The last position's logits choose the new token; each other's score the token after it.
+                logits = torch.cat(seen)[-count - 1 : -1]
+                assert len(logits) == count
+                found.append(Scored(torch.log_softmax(logits.float(), -1), torch.tensor(ids[-count:])))
             size = sum(layer.bytes_after for layer in llm._open_engine().runner.layer_reports())
     finally:
         handle.remove()
@@ -166,14 +183,14 @@ def file_table(model: Path, files: Sequence[Path]) -> Iterator[str]:
         yield row(file.name, f"{file.stat().st_size:,}", *cells(before, after))
 
 
-def cache_table(model: Path, caches: Sequence[str]) -> Iterator[str]:
-    headings = ("kv_cache_dtype", *texts(), "mean loss", "KL", "same next token")
+def cache_table(model: Path, **which: object) -> Iterator[str]:
+    names = which.get("names") or list(texts())
+    headings = ("kv_cache_dtype", *names, "mean loss", "KL", "same next token")  # type: ignore[misc]
     yield row(*headings)
     yield row(*("---" for _ in headings))
-    before, _ = score(model, kv_cache_dtype="float32")
-    for cache in caches:
-        if cache != "float32":
-            yield row(cache, *cells(before, score(model, kv_cache_dtype=cache)[0]))
+    before, _ = score(model, kv_cache_dtype="float32", **which)  # type: ignore[arg-type]
+    for cache in CACHES:
+        yield row(cache, *cells(before, score(model, kv_cache_dtype=cache, **which)[0]))  # type: ignore[arg-type]
 
 
 def embedding_table(model: Path, schemes: Sequence[str]) -> Iterator[str]:
@@ -209,7 +226,8 @@ def main() -> None:
         "bits": lambda: language_table(write_floats(args.folder), [{"bits": bits} for bits in BITS], "quantization"),
         "requantize": lambda: language_table(args.folder / GGUF, args.schemes, "requantize"),
         "gguf": lambda: file_table(args.folder / GGUF, args.gguf),
-        "kv": lambda: cache_table(args.folder / GGUF, CACHES),
+        "kv": lambda: cache_table(args.folder / GGUF),
+        "long": lambda: cache_table(args.folder / GGUF, tokens=LONG, last=SCORED, names=("Scripture",)),
         "minilm": lambda: embedding_table(args.folder / MINILM, args.schemes),
     }
     for name in args.tables:

@@ -314,9 +314,12 @@ def test_the_command_proposes_the_smallest_scheme_within_a_loss(
 ) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text(TEXTS[3][:2000])
-    asked = ["quantization", str(EMBEDDED_MODEL), "--texts", str(texts), "--schemes", "w8a16"]
-    assert main([*asked, "--find", "1%"]) == 0
-    assert "quantization='w8a16' is the smallest within 1%: " in capsys.readouterr().out
+    asked = ["quantization", str(EMBEDDED_MODEL), "--texts", str(texts), "--schemes", "w8a16,w4a16:6"]
+    assert main([*asked, "--find", "2%"]) == 0
+    out = capsys.readouterr().out
+    assert "quantization={'scheme': 'w4a16', 'bits': 6} is the smallest within 2%: " in out and "| w4a16:6 | " in out
+    for wrong in ("w4a16:much", "w4a16:9", "w8a16:5"):
+        assert main([*asked[:-1], wrong]) == 1 and "bits" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*asked, "--find", "much"])
     assert "is no share of perplexity" in capsys.readouterr().err

@@ -248,7 +248,8 @@ def test_what_gguf_has_no_form_for(tmp_path: Path) -> None:
 
 def test_columns_that_blocks_do_not_divide(tmp_path: Path) -> None:
     """256: Q4_0 in the place of Q4_K. 32: the layer stays as it is, in the file too."""
-    write_checkpoint(TinyModel("LlamaConfig", {**SIZES, "intermediate_size": 80}), tmp_path / "float")
+    sizes = {**SIZES, "intermediate_size": 80, "rms_norm_eps": 9.999999747378752e-06}  # 1e-5, as float32 has it
+    write_checkpoint(TinyModel("LlamaConfig", sizes), tmp_path / "float")
     with opened(tmp_path / "float", quantization="q4_k") as llm:
         explained = str(llm.explain())
         llm.save_quantized(tmp_path / "m.gguf", "gguf")

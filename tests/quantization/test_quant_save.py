@@ -15,6 +15,7 @@ import pytest
 import torch
 from embedded import PROMPTS, engine_of, open_llm, python, run, tokens
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from test_quant_on_load import TEXTS
 from tiny_models import (
     EXPERTS_OF_DEEPSEEK,
@@ -29,8 +30,10 @@ from tiny_models import (
 
 from llm import LLM, SamplingParams
 from llm.errors import LLMError, ValidationError
+from llm.kernels.reference.quantize_forms import quantize_weight_as
 from llm.kernels.reference.rotation import rotate
 from llm.loading.saved_formats import stored_layers
+from llm.quantization.quantizer import IntegerWeight
 
 FORMATS = ("compressed-tensors", "modelslim")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -64,6 +67,61 @@ def test_the_embedded_model_comes_back_bit_for_bit(scheme: str, format: str, tmp
         assert answers(loaded, PROMPTS) == before
         assert loaded.get_default_sampling_params().top_p == 0.9
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def linear_layers(llm: LLM) -> dict[str, Any]:
+    modules = engine_of(llm).runner.model.named_modules()
+    return {name: module for name, module in modules if getattr(module, "quant_kind", "") == "linear"}
+
+
+def test_two_levels_of_scales_are_found_again_in_a_saved_checkpoint(tmp_path: Path) -> None:
+    """It holds integers of 8 bits; a layer that has one that no code stands for keeps 8 bits."""
+    with open_llm(quantization="w4a8") as llm:
+        before, asked = answers(llm, PROMPTS), linear_layers(llm)
+        nbytes = {name: layer.packed_weight.nbytes for name, layer in asked.items()}
+        llm.save_quantized(tmp_path / "saved")
+    with open_llm(tmp_path / "saved") as loaded:
+        layers = linear_layers(loaded)
+        assert answers(loaded, PROMPTS) == before
+        assert {name: layer.packed_weight.nbytes for name, layer in layers.items()} == nbytes
+        assert {layer.quant_method.scheme for layer in layers.values()} == {"W4A8_DYNAMIC"}
+        assert "16 layers held in 4 bits, as they fit" in loaded.config.reasons["quantization"]
+    file, name = tmp_path / "saved/model.safetensors", "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(file)
+    tensors[name][3, 5] += 1 if tensors[name][3, 5] < 0 else -1
+    save_file(tensors, file)
+    with open_llm(tmp_path / "saved") as loaded:
+        schemes = {name: layer.quant_method.scheme for name, layer in linear_layers(loaded).items()}
+    assert schemes.pop(name.removesuffix(".weight")) == "W8A8_DYNAMIC" and set(schemes.values()) == {"W4A8_DYNAMIC"}
+
+
+@pytest.mark.parametrize("size", [8, 16, 24, 32])
+def test_levels_are_found_of_the_integers_that_they_make(size: int) -> None:
+    """Whatever the codes: all the same, or all of a common divisor."""
+    generator = torch.Generator().manual_seed(size)
+    q, scale, levels, *_ = quantize_weight_as(torch.randn(40, 5 * size, generator=generator), "two_levels", size)
+    groups = q.unflatten(1, (-1, size))
+    least = groups.amin(dim=-1, keepdim=True)
+    groups[3], groups[4] = least[3], least[4] + (groups[4] - least[4]) // 2 * 2
+    made = IntegerWeight(q, scale, size, 4, levels=levels).as_eight_bits()
+    found = made.on_levels(size)
+    assert found is not None and torch.equal(found.as_eight_bits().q, made.q) and found.bits == 4
+    made.q[7, :3] = torch.tensor([-128, 127, 0])
+    assert made.on_levels(size) is None
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "gptq"])
+def test_scales_are_saved_positive(format: str, tmp_path: Path) -> None:
+    """Q4_0 has negative ones; the values stay."""
+    with open_llm(quantization="q4_0") as llm:
+        before = {name: layer.packed_weight for name, layer in linear_layers(llm).items()}
+        assert any((weight.scales < 0).any() for weight in before.values())
+        expected = {name: weight.dequantize() for name, weight in before.items()}
+        llm.save_quantized(tmp_path / "saved", format)
+    with open_llm(tmp_path / "saved") as loaded:
+        for name, layer in linear_layers(loaded).items():
+            assert (layer.packed_weight.scales > 0).all()
+            assert torch.equal(layer.packed_weight.dequantize(), expected[name])
 
 
 @pytest.mark.parametrize("format", FORMATS)

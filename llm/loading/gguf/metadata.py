@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,6 +63,10 @@ class Header:
     mlp_bias: bool = False
     ropes: Mapping[str, list[float]] = field(default_factory=dict)
     dtype: str = "float32"
+
+
+# A key of our own: the type that a saved model computes in, of which a file of quantized matrices says nothing.
+DTYPE_KEY = "offline_llm.dtype"
 
 
 def config_of(header: Header) -> JsonObject:
@@ -579,7 +584,8 @@ def _check(config: DecoderConfig, described: Described) -> None:
     raw = config_of(header)
     model_class = resolve_model_cls([], raw["model_type"])
     read = _as_felt(model_class.read_config(ConfigReader(raw)))
-    if _without_ropes(read) != _without_ropes(config) or len(parts) != len(config.layers):
+    same = _in_float32(_without_ropes(read)) == _in_float32(_without_ropes(config))
+    if not same or len(parts) != len(config.layers):
         raise LLMError(
             "this model would be read from GGUF as another one, since the format has no keys for all of its "
             "configuration; save it as 'compressed-tensors' or leave out what hf_overrides or a window changed."
@@ -587,6 +593,17 @@ def _check(config: DecoderConfig, described: Described) -> None:
     for mine, other in zip(parts, _attention_parts(read), strict=True):
         if not _same_rope(mine, other, config.max_position_embeddings):
             raise LLMError(f"the rotary embedding of this model ({mine.rope}) has no form in GGUF.")
+
+
+def _in_float32(value: Any) -> Any:
+    """A configuration with the numbers that the format holds."""
+    if isinstance(value, float):
+        return float(np.float32(value))
+    if isinstance(value, tuple):
+        return tuple(map(_in_float32, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{item.name: _in_float32(getattr(value, item.name)) for item in fields(value)})
+    return value
 
 
 def _without_ropes(config: DecoderConfig) -> DecoderConfig:

@@ -17,7 +17,7 @@ from torch import nn
 
 from llm.errors import LLMError
 from llm.loading.gguf.container import Planned, Value, write_gguf
-from llm.loading.gguf.metadata import ARCHITECTURES, Described, describe
+from llm.loading.gguf.metadata import ARCHITECTURES, DTYPE_KEY, Described, describe
 from llm.loading.gguf.names import FAMILIES, Family, as_stored, gguf_name
 from llm.loading.gguf.tokenizer import tokenizer_metadata
 from llm.loading.resolve import has_tokenizer
@@ -47,6 +47,7 @@ class Identity:
         config: the decoder.
         model_type: Hugging Face's.
         name: of the model, for people.
+        dtype: the name of the type that it computes in where nobody asks for another.
         bos, ends: the id that begins a text, those that end an answer.
         tokenizer: None: there is none.
         renames: of the model class: the checkpoint's names -> the model's, which GGUF's are made from.
@@ -55,6 +56,7 @@ class Identity:
     config: DecoderConfig
     model_type: str
     name: str
+    dtype: str
     bos: int | None
     ends: Sequence[int]
     tokenizer: Tokenizer | None
@@ -92,7 +94,9 @@ def identity_of(model: nn.Module, folder: Path, hf_config: Mapping[str, object])
     first = None if tokenizer is None else tokenizer.huggingface().eos_token_id
     ends.sort(key=lambda index: index != first)
     renames: tuple[tuple[str, str], ...] = getattr(model, "renames", ())
-    return Identity(config, model_type, folder.name, bos if isinstance(bos, int) else None, ends, tokenizer, renames)
+    dtype = str(reader.dtype()).removeprefix("torch.")
+    bos = bos if isinstance(bos, int) else None
+    return Identity(config, model_type, folder.name, dtype, bos, ends, tokenizer, renames)
 
 
 class GGUFFile:
@@ -157,6 +161,7 @@ class GGUFFile:
         kinds = Counter(part.plan.type for part in self._parts if part.values is None)
         found: dict[str, Value] = {**described.metadata, "general.name": self._identity.name}
         found["general.quantization_version"] = 2
+        found[DTYPE_KEY] = self._identity.dtype
         found["general.file_type"] = _FILE_TYPES[kinds.most_common(1)[0][0]]
         tokenizer = self._identity.tokenizer
         if tokenizer is None:

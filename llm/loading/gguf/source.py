@@ -24,7 +24,7 @@ from llm.errors import CheckpointError
 from llm.kernels.reference.gguf_blocks import BLOCKS, decode
 from llm.loading.checkpoint import TensorInfo
 from llm.loading.gguf.container import GgufFile, GgufTensor, Metadata, read_header
-from llm.loading.gguf.metadata import Header, config_of
+from llm.loading.gguf.metadata import DTYPE_KEY, Header, config_of
 from llm.loading.gguf.names import ROPE_TENSORS, Family, as_trained, family_of, hugging_face_name
 from llm.loading.gguf.tokenizer import read_tokenizer
 from llm.text.tokenizer import TokenizerDefinition
@@ -83,7 +83,8 @@ class GgufSource:
         if table is None or len(table.shape) != 2:
             raise CheckpointError(f"{self.path} has no embedding (token_embd.weight) of two dimensions.")
         ropes = {name: _small(tensors[name]) for name in ROPE_TENSORS if name in tensors}
-        dtype = _float_type(list(tensors.values()))
+        named = files[0].metadata.get(DTYPE_KEY)
+        dtype = named if isinstance(named, str) else _float_type(list(tensors.values()))
         biases = ("blk.0.attn_q.bias" in tensors, "blk.0.ffn_up.bias" in tensors)
         header = Header(files[0].metadata, table.shape[0], "output.weight" in tensors, *biases, ropes, dtype)
         config = config_of(header)
