@@ -25,7 +25,7 @@ from llm.errors import LLMError, ValidationError
 if TYPE_CHECKING:
     import torch
 
-_PREFIX = 16
+PREFIX_BYTES = 16
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _COLLECTIONS: dict[str, type[tuple[object, ...]] | type[set[object]] | type[frozenset[object]]] = {
     "tuple": tuple,
@@ -59,8 +59,8 @@ class Schema:
         """Class -> what is sent of it: what both ends must agree on."""
         return {name: list(attributes) for name, (_, attributes) in sorted(self.kinds.items())}
 
-    def encode(self, kind: str, body: object = None) -> list[bytes | memoryview]:
-        """The parts of a message's bytes.
+    def encode(self, kind: str, body: object = None) -> bytes:
+        """A message's bytes, a copy of all that is in the body.
 
         Raises:
             ValidationError: the body has an object of a class that is not of the schema.
@@ -69,7 +69,8 @@ class Schema:
         written = writer.write(body)
         sizes = [len(buffer) for buffer in writer.buffers]
         header = json.dumps([kind, sizes, written], separators=(",", ":")).encode()
-        return [len(header).to_bytes(8, "little"), sum(sizes).to_bytes(8, "little"), header, *writer.buffers]
+        prefix = len(header).to_bytes(8, "little") + sum(sizes).to_bytes(8, "little")
+        return b"".join((prefix, header, *writer.buffers))
 
     def decode(self, header: memoryview, buffers: memoryview) -> Message:
         kind, sizes, written = json.loads(bytes(header))
@@ -77,8 +78,8 @@ class Schema:
 
 
 def sizes_of(prefix: bytes | bytearray) -> tuple[int, int]:
-    """Bytes of the header, and of the buffers, by the first `_PREFIX` bytes of a message."""
-    return int.from_bytes(prefix[:8], "little"), int.from_bytes(prefix[8:_PREFIX], "little")
+    """Bytes of the header, and of the buffers, by the first `PREFIX_BYTES` bytes of a message."""
+    return int.from_bytes(prefix[:8], "little"), int.from_bytes(prefix[8:PREFIX_BYTES], "little")
 
 
 class _Writer:

@@ -3,6 +3,9 @@
 It never imports `__main__`, so that scripts and notebooks need no guard, and nothing listens on a network address. It
 is found dead by the end of its socket, hung by its silence while it should compute (`LLM_WORKER_TIMEOUT`). What it
 writes to its output goes to this process's stderr, with its name before each line.
+
+Its socket is read and written by threads of this process: no signal handler, which may raise anywhere in the main
+thread, leaves half a message behind, and both ends may send at once.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import IO
 
@@ -32,6 +36,9 @@ _END_SECONDS = 10.0  # that a worker has for its own clean-up
 _POLL_SECONDS = 1.0
 _LINES = 20  # of its output, kept for the error when it dies
 
+# Messages of workers, each with its worker's number; None: the worker is gone.
+Inbox = SimpleQueue[tuple[int, Message | None]]
+
 
 class WorkerProcess:
     """A running worker.
@@ -43,6 +50,7 @@ class WorkerProcess:
         cores: the processors that it may run on; None: those of this process.
         environment: variables that it gets besides this process's.
         name: of the worker in what is written and raised.
+        inbox: gets its messages, for who waits for several workers; None: `receive` gives them.
 
     Raises:
         LLMError: the system starts no process.
@@ -57,6 +65,7 @@ class WorkerProcess:
         cores: Iterable[int] | None = None,
         environment: Mapping[str, str] | None = None,
         name: str = "worker",
+        inbox: Inbox | None = None,
     ) -> None:
         self.number = number
         self.name = f"{name} {number}"
@@ -90,18 +99,24 @@ class WorkerProcess:
             except OSError as error:
                 here.close()
                 raise LLMError(f"{self.name} cannot be started: {error}.") from error
-        self.connection = Connection(here, schema)
-        self._lines: deque[str] = deque(maxlen=_LINES)
         output = self._process.stdout
         if output is None:
             raise RuntimeError("a worker was started without a pipe")
-        self._forwarder = threading.Thread(
-            target=_forward, args=(output, self.name, self._lines), name=f"output of {self.name}", daemon=True
-        )
-        self._forwarder.start()
-        # At exit, and when nothing refers to this object. Not in a forked child, whose worker it is not.
-        self._end = weakref.finalize(self, _end, self._process, here, os.getpid())
+        self._schema = schema
+        self._connection = connection = Connection(here, schema)
+        self._inbox: Inbox = SimpleQueue() if inbox is None else inbox
+        self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+        self._lines: deque[str] = deque(maxlen=_LINES)
         self._died: WorkerDiedError | None = None
+        self._threads = [
+            threading.Thread(target=_forward, args=(output, self.name, self._lines), daemon=True),
+            threading.Thread(target=_receive_all, args=(connection, number, self._inbox), daemon=True),
+            threading.Thread(target=_send_all, args=(connection, self._outgoing), daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        # At exit, and when nothing refers to this object. Not in a forked child, whose worker it is not.
+        self._end = weakref.finalize(self, _end, self._process, here, self._outgoing, os.getpid())
         tell_of_forks(self)
 
     @property
@@ -112,17 +127,14 @@ class WorkerProcess:
     def is_alive(self) -> bool:
         return self._died is None and self._end.alive
 
-    def fileno(self) -> int:
-        """Of its socket, for `select`: readable when there is a message, or the worker is dead."""
-        return self.connection.fileno()
-
     def send(self, kind: str, body: object = None) -> None:
-        """Raises `WorkerDiedError`."""
+        """Queue a message, and copy what is in it.
+
+        Raises:
+            ValidationError: the body has what the schema has not. WorkerDiedError.
+        """
         self._check()
-        try:
-            self.connection.send(kind, body)
-        except EOFError:
-            raise self._death() from None
+        self._outgoing.put(self._schema.encode(kind, body))
 
     def receive(self, seconds: float | None = None, *, watched: bool = True) -> Message | None:
         """The next message, None if none came in so many seconds.
@@ -139,17 +151,18 @@ class WorkerProcess:
         while True:
             left = _POLL_SECONDS if end is None else min(_POLL_SECONDS, max(0.0, end - monotonic()))
             try:
-                message = self.connection.receive(left)
-            except EOFError:
-                raise self._death() from None
-            if message is not None and message.kind == FAILED:
-                raise self._death(str(message.body))
-            if message is not None:
-                return message
-            if watched:
-                self.check_heard(began)
-            if end is not None and monotonic() >= end:
-                return None
+                return self.told(self._inbox.get(timeout=left)[1])
+            except Empty:
+                if watched:
+                    self.check_heard(began)
+                if end is not None and monotonic() >= end:
+                    return None
+
+    def told(self, message: Message | None) -> Message:
+        """A message that came from this worker by an inbox; raises `WorkerDiedError` where it is its end."""
+        if message is None or message.kind == FAILED:
+            raise self._death("" if message is None else str(message.body))
+        return message
 
     def check_heard(self, since: float) -> None:
         """End the worker if it was silent for too long, counted from `since` (`time.monotonic`) at the earliest.
@@ -157,15 +170,22 @@ class WorkerProcess:
         Raises:
             WorkerDiedError: it was.
         """
-        silent = monotonic() - max(since, self.connection.heard)
+        silent = monotonic() - max(since, self._connection.heard)
         if silent > self.seconds:
             raise self._death(hung=f"it has said nothing for {silent:.0f} seconds (LLM_WORKER_TIMEOUT), and was ended")
 
     def close(self) -> None:
         """End the worker and wait until it is gone. May be called again."""
         self._end()
-        if self._forwarder is not threading.current_thread():
-            self._forwarder.join(_END_SECONDS)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_END_SECONDS)
+        self._connection.close()
+
+    def shut_down(self) -> None:
+        """Let the worker end, without waiting for it: `close` does."""
+        if self._end.alive:
+            _shut_down(self._connection)
 
     def kill(self) -> None:
         """End the worker at once."""
@@ -175,18 +195,8 @@ class WorkerProcess:
 
     def after_fork(self) -> None:
         """In a forked child: let go of the socket, or the worker would not see the end of the parent."""
-        self.connection.close()
+        self._connection.close()
         self._died = WorkerDiedError(f"{self.name} is of the process that this one was forked from.", self.number)
-
-    def _last_words(self) -> str:
-        """The traceback that the worker sent before it ended; "": none."""
-        try:
-            while (message := self.connection.receive(0)) is not None:
-                if message.kind == FAILED:
-                    return str(message.body)
-        except EOFError:
-            pass
-        return ""
 
     def _check(self) -> None:
         if self._died is not None:
@@ -196,6 +206,8 @@ class WorkerProcess:
 
     def _death(self, trace: str = "", hung: str = "") -> WorkerDiedError:
         """The error that says how the worker ended, which it has by now."""
+        if self._died is not None:
+            return self._died
         if hung:
             self._process.kill()
         try:
@@ -203,7 +215,6 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
-        trace = trace or self._last_words()
         self.close()
         if trace:
             said = f"{self.name} failed:\n{trace.rstrip()}"
@@ -226,15 +237,43 @@ def _forward(output: IO[bytes], name: str, lines: deque[str]) -> None:
         for line in output:
             text = line.decode(errors="replace").rstrip()
             lines.append(text)
-            if sys.stderr is not None:
+            try:
                 print(f"{name}: {text}", file=sys.stderr, flush=True)
+            except (OSError, ValueError):  # this program has closed its own; the worker must not wait for a reader
+                continue
 
 
-def _end(process: subprocess.Popen[bytes], end: socket.socket, owner: int) -> None:
+def _receive_all(connection: Connection, number: int, inbox: Inbox) -> None:
+    try:
+        while (message := connection.receive()) is not None:
+            inbox.put((number, message))
+    except EOFError:
+        inbox.put((number, None))
+
+
+def _send_all(connection: Connection, outgoing: SimpleQueue[bytes | None]) -> None:
+    try:
+        while (data := outgoing.get()) is not None:
+            connection.send_bytes(data)
+    except EOFError:
+        return  # the thread that receives tells it, after what the worker has sent
+
+
+def _shut_down(connection: Connection | socket.socket) -> None:
+    """End the socket for both: the worker and the threads of this process see it."""
+    try:
+        with socket.socket(fileno=os.dup(connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it has ended
+
+
+def _end(process: subprocess.Popen[bytes], end: socket.socket, outgoing: SimpleQueue[bytes | None], owner: int) -> None:
     """The worker ends when its socket does; one that cannot is killed."""
-    end.close()
+    outgoing.put(None)
     if os.getpid() != owner:
         return
+    _shut_down(end)
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:

@@ -52,7 +52,7 @@ def is_gone(pid: int, seconds: float = 15.0) -> bool:
 
 def crossed(value: object, schema: Schema = SCHEMA) -> object:
     """The value after its way through bytes."""
-    data = b"".join(bytes(part) for part in schema.encode("kind", value))
+    data = schema.encode("kind", value)
     header, buffers = sizes_of(data[:16])
     assert len(data) == 16 + header + buffers
     view = memoryview(data)[16:]
@@ -140,9 +140,10 @@ def test_both_may_send_much_at_once(worker: WorkerProcess) -> None:
 def test_its_output_is_told_with_its_name(worker: WorkerProcess, capfd: pytest.CaptureFixture[str]) -> None:
     worker.send("print", "hello\nthere")
     assert worker.receive(60) == ("printed", None)
-    for _ in range(100):
-        said = capfd.readouterr().err
-        if said:
+    said = ""
+    for _ in range(500):
+        said += capfd.readouterr().err
+        if "there" in said:
             break
         time.sleep(0.02)
     assert said == "worker 3: hello\nworker 3: there\n"
