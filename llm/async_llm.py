@@ -525,7 +525,7 @@ class EngineThread:
         if self._pausing and not self._runs():
             waiting, self._pausing = self._pausing, []
             if any(clear for clear, _ in waiting) and not self._live:
-                engine.scheduler.blocks.reset_prefix_cache()
+                engine.reset_prefix_cache()
             for _, done in waiting:
                 done()
 

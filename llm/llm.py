@@ -140,6 +140,11 @@ class LLM:
             "processed_logits", after penalties, processors, temperature and cuts.
         num_threads: threads that compute, at most the processors this process may use; None:
             `torch.get_num_threads()` at each step.
+        data_parallel_size: how many processes of this machine have the whole model each, "replicas", and share the rows
+            of every call. Answers are the same; a replica that dies loses nothing. They share the processors and the
+            memory, or have a GPU each.
+        devices: of the replicas: `["cuda:0", "cuda:1"]`; sets of processors, `[{0, 1}, {2, 3}]`; or "all": every GPU,
+            or else every NUMA node.
         offload_weights: weights that memory has no room for are kept in a file and read when they are used, which is
             slow; None: if they do not fit; True: all of them; False: refuse what does not fit.
             The file is in LLM_OFFLOAD_FOLDER, by default in the cache folder. `llm.config` says what is where.
@@ -219,6 +224,8 @@ class LLM:
         max_logprobs: int = -1,
         logprobs_mode: str = "raw_logprobs",
         num_threads: int | None = None,
+        data_parallel_size: int = 1,
+        devices: object = None,
         offload_weights: bool | None = None,
         device: str = "auto",
         compilation_config: object = None,
@@ -900,7 +907,7 @@ class LLM:
         """vLLM's metrics of this LLM: gauges of now, counters and histograms of the requests that have ended."""
         engine = self._open_engine()
         config = engine.config
-        return engine.ended.snapshot(engine.scheduler, config.model_config.model)
+        return engine.ended.snapshot(engine.gauges(), config.model_config.model)
 
     @known_names("LLM.quantization_report")
     def quantization_report(
@@ -1056,7 +1063,7 @@ class LLM:
             engine = self._begin()
             if engine.scheduler.has_unfinished():
                 return False
-            engine.scheduler.blocks.reset_prefix_cache()
+            engine.reset_prefix_cache()
             return True
 
     @known_names("LLM.save_prefix_cache")

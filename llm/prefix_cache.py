@@ -65,6 +65,7 @@ def save_cache_of(llm: LLM, path: str | Path) -> Path:
     path = check_new(path)
     with llm._exclusive():
         engine = llm._begin()
+        engine.needs_model_here("save_prefix_cache")
         _check_cacheable(engine, "path")
         if llm._may_have_changed:
             raise ValidationError(

@@ -58,6 +58,7 @@ FLOORS = {
     "llm.lm_eval": 8,
     "llm.prefix_cache": 8,
     "llm.ray": 8,
+    "llm.replicas": 8,
     "llm.setup": 8,
     "llm.tools": 8,
     "llm.__main__": 8,

@@ -68,7 +68,7 @@ class Flow:
         self._on_end = on_end
         self._guard = guard
         self._ordered = ordered
-        self._size = llm._open_engine().config.scheduler_config.max_num_seqs
+        self._size = llm._open_engine().max_num_seqs
         # Entries are counted as they are read; the dicts are by this number, in the order of admission or of ending.
         self._count = 0
         self._pending: deque[tuple[int, Entry]] = deque()  # read and not in the engine

@@ -90,6 +90,7 @@ def measure_load(engine: Engine, texts: Sequence[str]) -> ExpertLoad:
     """Run `texts` and count; `ValidationError` for a model without experts."""
     if isinstance(texts, str) or not texts:
         raise ValidationError(f"texts must be a list of texts, got {texts!r}.", parameter="texts", value=texts)
+    engine.needs_model_here("expert_load")
     engine.runner.start_counting_experts()
     try:
         run_texts(engine, texts, "texts")

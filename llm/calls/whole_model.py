@@ -64,6 +64,7 @@ def apply_model(llm: LLM, func: Callable[[torch.nn.Module], R]) -> list[R]:
         )
     with llm._exclusive():
         engine = llm._begin()
+        engine.needs_model_here("apply_model")
         if engine.scheduler.has_unfinished():
             raise ValidationError(
                 "the model cannot be changed while a stream is suspended; end the stream first.", parameter="func"
@@ -71,7 +72,7 @@ def apply_model(llm: LLM, func: Callable[[torch.nn.Module], R]) -> list[R]:
         try:
             return [engine.runner.apply_model(func)]
         finally:
-            engine.scheduler.blocks.reset_prefix_cache()
+            engine.reset_prefix_cache()
             llm._may_have_changed = True
 
 
@@ -170,6 +171,7 @@ def quantization_report(
     from llm.tools.quantization_report import make_report
 
     engine = llm._open_engine()
+    engine.needs_model_here("quantization_report")
     plain = replace(llm._args, quantization=None, calibration=None, requantize=None)
     if against is not None:
         plain = replace(plain, model=against)
@@ -202,8 +204,9 @@ def verify(llm: LLM, texts: Sequence[str], against: str | Path | None) -> Verifi
 
 
 def _open_another(llm: LLM, args: EngineArgs) -> LLM:
-    """It begins without a prompt cache, which is this model's."""
-    return type(llm)(**{item.name: getattr(args, item.name) for item in fields(args)} | {"prefix_cache": None})
+    """It begins without a prompt cache, which is this model's, and is in this process."""
+    given: JsonObject = {item.name: getattr(args, item.name) for item in fields(args)}
+    return type(llm)(**given | {"prefix_cache": None, "data_parallel_size": 1, "devices": None})
 
 
 def compare(
@@ -241,9 +244,10 @@ def selfcheck(llm: LLM) -> SelfCheck:
 
     with llm._exclusive():
         engine = llm._begin()
+        engine.needs_model_here("selfcheck")
         if engine.scheduler.has_unfinished():
             raise ValidationError("selfcheck() needs an idle engine; end the stream first.", parameter="stream")
         try:
             return selfcheck(llm, engine)
         finally:
-            engine.scheduler.blocks.reset_prefix_cache()
+            engine.reset_prefix_cache()

@@ -59,7 +59,7 @@ def _refused(note: str, **harmless: object) -> dict[str, Argument]:
 _UNSET: tuple[object, ...] = (None, {})
 
 _GROUPS: tuple[dict[str, Argument], ...] = (
-    # --- Parameters of our LLM; device, calibration, requantize, num_threads, offload_weights, merge_lora,
+    # --- Parameters of our LLM; device, devices, calibration, requantize, num_threads, offload_weights, merge_lora,
     # prefix_cache and verbose are not vLLM's.
     _honoured("model", "tokenizer", "revision", "hf_overrides", "load_format", "skip_tokenizer_init", "chat_template"),
     _honoured(
@@ -80,6 +80,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     _honoured("kv_cache_memory_bytes", "kv_cache_dtype", "enable_prefix_caching", "enable_chunked_prefill"),
     _honoured("mamba_block_size"),
     _honoured("model_impl", "use_tqdm_on_load", "calibration", "requantize"),
+    _honoured("data_parallel_size", "devices"),
     _honoured("num_threads", "offload_weights", "verbose", "runner", "convert", "pooler_config"),
     _accepted("`RequestOutput.metrics`, `stats()` and `get_metrics()` are always there.", "disable_log_stats"),
     # --- Where the model and its tokenizer come from. --------------------------------------------------------------
@@ -262,10 +263,9 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     # --- More than one device, more than one process. --------------------------------------------------------------
     _refused(
-        "an LLM runs on one device in one process; start one per device and give each a share of the prompts.",
+        "an LLM has no part in another's; use data_parallel_size on one machine, and shards or Ray on several.",
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
-        data_parallel_size=1,
         prefill_context_parallel_size=1,
         decode_context_parallel_size=1,
         nnodes=1,
@@ -274,13 +274,13 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         data_parallel_start_rank=(None, 0),
         data_parallel_size_local=(None, 1),
     ),
-    _refused("an LLM runs on one device; choose it with device.", device_ids=None),
+    _refused("devices have names; choose one with device, or one for each replica with devices.", device_ids=None),
     _refused(
         "the engine runs in this process; leave it out, and build the LLM inside your own worker.",
         distributed_executor_backend=(None, "uni", "mp"),
     ),
     _refused(
-        "there are no worker processes; add models with register_model and devices with a platform plugin.",
+        "workers are this package's own; add models with register_model and devices with a platform plugin.",
         worker_cls="auto",
         worker_extension_cls=("", None),
     ),
@@ -306,7 +306,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         *("_api_process_count", "_api_process_rank"),
     ),
     _accepted(
-        "the engine binds nothing to a node; start Python under numactl to do so.",
+        "devices='all' gives each NUMA node a replica; one process binds nothing, start Python under numactl to do so.",
         *("numa_bind", "numa_bind_nodes", "numa_bind_cpus"),
     ),
     # --- Logs, metrics, traces. ------------------------------------------------------------------------------------
@@ -351,7 +351,8 @@ DIFFERENT: dict[str, str] = {
     "load_format": '"auto", "safetensors" or "dummy"; nothing else is read',
     "compilation_config": "switches operations on and off; no graph is captured",
     "max_loras": "4; vLLM: 1",
-    "device, num_threads, calibration, requantize, offload_weights, merge_lora, verbose": "not vLLM's; see `LLM`",
+    "device, devices, num_threads, calibration, requantize, offload_weights, merge_lora": "not vLLM's; see `LLM`",
+    "verbose": "not vLLM's; logs all decisions",
     "prefix_cache": "not vLLM's; a folder of `LLM.save_prefix_cache`",
 }
 
@@ -389,7 +390,7 @@ def _judge(name: str, value: object) -> str:
     if argument is None:
         if instead := suggestions.CONSTRUCTOR.get(name):
             raise ArgumentError(f"LLM has no argument {name!r}; {instead}.", parameter=name, value=value)
-        hint = nearest(name, _HONOURED) or nearest(name, ARGUMENTS) or f" It takes {', '.join(_HONOURED)}."
+        hint = nearest(name, ARGUMENTS) or f" It takes {', '.join(_HONOURED)}."
         raise ArgumentError(f"LLM has no argument {name!r}, and neither has vLLM's.{hint}", parameter=name, value=value)
     if argument.status == "honoured":
         raise TypeError(f"{name!r} is a parameter of LLM itself, which should have taken it")

@@ -337,6 +337,8 @@ class EngineArgs:
     enforce_eager: bool = False
     logprobs_mode: str = "raw_logprobs"
     num_threads: int | None = None
+    data_parallel_size: int = 1
+    devices: object = None  # read by `llm.replicas.places`
     offload_weights: bool | None = None
     logits_processors: object = None  # loaded by `llm.sampling.logits_processors.pipeline`
     reasoning_config: object = None  # read by `ReasoningConfig.of`
@@ -565,6 +567,7 @@ class EngineConfig(ConfigForPlugins):
         reasoning_config: the texts around reasoning where they were given.
         speculative_config: what drafts tokens; None: nothing does.
         lora_config: adapters that rows can have; None: `enable_lora` is off.
+        replicas: how many processes have the whole model, with this config each; 0: it is in this process.
         quant_config: the `llm.quantization.base.QuantizationConfig` of the weights, None when they are floats.
     """
 
@@ -581,10 +584,13 @@ class EngineConfig(ConfigForPlugins):
     speculative_config: SpeculativeConfig | None = None
     offload_config: OffloadConfig = field(default_factory=OffloadConfig)
     lora_config: LoRAConfig | None = None
+    replicas: int = 0
 
     def __repr__(self) -> str:
         lines = [self._line("device", self.device), self._line("invariant", self.invariant)]
         lines.append(self._line("num_threads", self.num_threads or torch.get_num_threads()))
+        if self.replicas:
+            lines.append(self._line("replicas", self.replicas))
         for part in (self.model_config, self.cache_config, self.scheduler_config, self.compilation_config):
             for item in (item for item in fields(part) if item.repr):
                 lines.append(self._line(item.name, getattr(part, item.name)))

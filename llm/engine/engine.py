@@ -17,7 +17,7 @@ from llm.engine.output import Completion, PromptState
 from llm.engine.request import Request
 from llm.engine.rows import Row
 from llm.engine.scheduler import Scheduler
-from llm.engine.stats import EndedRequests, EngineStats, LLMStats, share_in_use, warn_of_busy_cores
+from llm.engine.stats import EndedRequests, EngineStats, Gauges, LLMStats, share_in_use, warn_of_busy_cores
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.errors import LogitsProcessorError
 from llm.outputs import RequestStateStats
@@ -100,18 +100,35 @@ class Engine:
         finally:
             self.end_call()
 
+    @property
+    def max_num_seqs(self) -> int:
+        """How many requests are computed at a time."""
+        return self.config.scheduler_config.max_num_seqs
+
+    def gauges(self) -> Gauges:
+        """What there is now."""
+        scheduler = self.scheduler
+        return Gauges(len(scheduler.running), len(scheduler.waiting), share_in_use(scheduler.blocks))
+
     def all_stats(self) -> LLMStats:
         """What there is to count, as it is now."""
-        cache, scheduler = self.config.cache_config, self.scheduler
+        now = self.gauges()
         return LLMStats(
             **vars(self.stats),
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            running=now.running,
+            waiting=now.waiting,
             **self.ended.totals(),
             weight_bytes=self.runner.cost().weight_bytes,
-            kv_cache_bytes=cache.kv_cache_memory_bytes,
-            kv_cache_used=share_in_use(scheduler.blocks),
+            kv_cache_bytes=self.config.cache_config.kv_cache_memory_bytes,
+            kv_cache_used=now.kv_cache_used,
         )
+
+    def needs_model_here(self, method: str) -> None:
+        """Raise `ValidationError` if the model is not in this process, for a method that reads or changes it."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the prefix cache; no request is in flight."""
+        self.scheduler.blocks.reset_prefix_cache()
 
     def end_call(self) -> None:
         """Release what is held only during a call, such as threads."""
@@ -180,12 +197,17 @@ class Engine:
             request.prompt_logprobs_from = row.score_from - 1
         request.metrics = RequestStateStats(arrival_time=time(), queued_ts=monotonic())
         completion = Completion(request, self.tokenizer, streaming, row.score_from)
-        for token in row.known_outputs[index] if row.known_outputs else ():
+        self._queue(completion, row.known_outputs[index] if row.known_outputs else ())
+        return completion
+
+    def _queue(self, completion: Completion, known: Sequence[int]) -> None:
+        """Queue a completion that goes on after the tokens that are known of it."""
+        request = completion.request
+        for token in known:
             request.token_ids.append(token)  # as after a preemption, its keys and values are computed again
             completion.push(token)
         self._completions[request.request_id] = completion
         self.scheduler.add(request)
-        return completion
 
     def _note_scheduled(self, plan: SchedulerOutput) -> None:
         now = monotonic()

@@ -16,7 +16,6 @@ from typing import TypedDict
 from llm.base.system import involuntary_switches
 from llm.engine.block_manager import BlockManager
 from llm.engine.request import Request
-from llm.engine.scheduler import Scheduler
 from llm.outputs import Counter, Gauge, Histogram, Metric
 
 GIB = 1 << 30
@@ -39,6 +38,15 @@ class EngineStats:
     accepted_tokens: int = 0
     seconds: float = 0.0
     model_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """What there is now, as in `LLMStats`."""
+
+    running: int
+    waiting: int
+    kv_cache_used: float
 
 
 @dataclass
@@ -166,13 +174,13 @@ class EndedRequests:
             "preemptions": counts["num_preemptions"],
         }
 
-    def snapshot(self, scheduler: Scheduler, model: str) -> list[Metric]:
+    def snapshot(self, now: Gauges, model: str) -> list[Metric]:
         """Everything, as it is now."""
         labels = {"engine": "0", "model_name": model}
         gauges = {
-            "num_requests_running": float(len(scheduler.running)),
-            "num_requests_waiting": float(len(scheduler.waiting)),
-            "kv_cache_usage_perc": share_in_use(scheduler.blocks),
+            "num_requests_running": float(now.running),
+            "num_requests_waiting": float(now.waiting),
+            "kv_cache_usage_perc": now.kv_cache_used,
         }
         found: list[Metric] = [Gauge(f"vllm:{name}", dict(labels), value) for name, value in gauges.items()]
         found += [Counter(f"vllm:{name}", dict(labels), value) for name, value in self._counts.items()]

@@ -17,6 +17,8 @@ from llm.platforms import Platform, select_platform
 from llm.platforms.limits import told_of_memory
 from llm.plugins import load_class, load_general_plugins
 from llm.quantization.on_load import OnlineConfig
+from llm.replicas.places import places_of
+from llm.replicas.start import check_replicated, memory_of_one, start_replicas
 from llm.runner.model_runner import ModelRunner
 from llm.sampling.logits_processors.pipeline import load_logits_processors
 from llm.sampling_params import SamplingParams
@@ -55,6 +57,9 @@ class BuiltEngine:
 def build_engine(args: EngineArgs) -> BuiltEngine:
     """Build and load; raises the errors of `llm.errors`, before memory is allocated if possible."""
     times = PhaseTimes()
+    places = places_of(args)
+    if places:
+        check_replicated(args)
     with times.phase("read config"):
         platform, platform_reason, asked = *select_platform(args.device), args
         load_general_plugins()
@@ -69,7 +74,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         check_operations(compilation)
         sources = [model.source]
     try:
-        _prepare_quantization(args, model, platform, times)
+        _prepare_quantization(args, model, platform, times, calibrates=not places)
         with times.phase("tokenizer"):
             tokenizer = read_tokenizer(args, model.source)
             generation = generation_defaults(args, model.source)
@@ -82,7 +87,8 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
                 head = read_eagle3(heading, model)
                 sources.append(head.source)
                 _check_quantization(heading, head, platform)
-            plan = make_plan(args, model, platform, compilation, backend, processors, head=head)
+            free = memory_of_one(platform, places) if places else None
+            plan = make_plan(args, model, platform, compilation, backend, processors, free=free, head=head)
             warn_of_offload(args, plan)
             plan = replace(plan, merge_lora=merged_adapter(args, model))
             plan = with_sampling_defaults(plan, defaults)
@@ -95,6 +101,10 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
                 plan = with_draft(plan, drafting, draft, tokenizer, platform, backend)
             if heading is not None and head is not None:
                 plan = with_eagle3(plan, heading, head, platform, backend)
+        if places:
+            engine, plan, seconds = start_replicas(args, plan, places, tokenizer, eos)
+            times.add(seconds)
+            return BuiltEngine(engine, plan, defaults, times)
         runner = make_runner(platform)
         loaded = runner.load(plan)
         times.add(loaded.seconds)
@@ -112,11 +122,13 @@ def make_runner(platform: Platform) -> ModelRunner:
     return load_class(platform.get_model_runner_cls(), ModelRunner, who, platform.plugin)(platform)
 
 
-def _prepare_quantization(args: EngineArgs, model: ReadModel, platform: Platform, times: PhaseTimes) -> None:
+def _prepare_quantization(
+    args: EngineArgs, model: ReadModel, platform: Platform, times: PhaseTimes, calibrates: bool
+) -> None:
     """Refuse quantization that the platform does not support; run calibration texts through the unquantized model."""
     _check_quantization(args, model, platform)
     config = model.quantization.config
-    if isinstance(config, OnlineConfig) and config.uses_calibration:
+    if calibrates and isinstance(config, OnlineConfig) and config.uses_calibration:
         with times.phase("calibrate"):
             plain = replace(args, quantization=None, calibration=None, logits_processors=None)
             if model.pooling is not None:

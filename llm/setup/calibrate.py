@@ -46,7 +46,7 @@ def run_tokens(
     windows = [ids[start : start + limit] for ids in encoded for start in range(0, len(ids), limit)]
     prompts: list[PromptType] = [{"prompt_token_ids": list(ids)} for ids in windows]
     rows = preprocessor.rows(prompts, SamplingParams(temperature=0, max_tokens=1), SamplingParams)
-    engine.scheduler.blocks.reset_prefix_cache()  # cached tokens would not be computed
+    engine.reset_prefix_cache()  # cached tokens would not be computed
     engine.run([engine.add(row) for row in rows], between_steps)
 
 

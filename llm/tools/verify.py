@@ -313,7 +313,7 @@ class _Check:
     ) -> list[RequestOutput]:
         engine = self._engine
         if not keep_cache:
-            engine.scheduler.blocks.reset_prefix_cache()
+            engine.reset_prefix_cache()
         states: list[PromptState] = []
         try:
             states = [engine.add(row) for row in rows]

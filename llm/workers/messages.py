@@ -11,6 +11,7 @@ import builtins
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path, PurePath
@@ -99,6 +100,8 @@ class _Writer:
             if all(type(key) is str and key[:1] != "$" for key in value):
                 return {key: self.write(item) for key, item in value.items()}
             return {"$dict": [[self.write(key), self.write(item)] for key, item in value.items()]}
+        if isinstance(value, Counter):
+            return {"$counter": [[self.write(key), count] for key, count in value.items()]}
         if isinstance(value, tuple) and kind is tuple:
             return {"$tuple": self._all(value)}
         if isinstance(value, set | frozenset):
@@ -181,6 +184,8 @@ class _Reader:
         content = written["$" + name]
         if name == "dict":
             return {self.read(key): self.read(item) for key, item in content}
+        if name == "counter":
+            return Counter({self.read(key): count for key, count in content})
         if name in _COLLECTIONS:
             return _COLLECTIONS[name](self._all(content))
         if name == "bytes":

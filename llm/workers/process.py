@@ -171,6 +171,8 @@ class WorkerProcess:
             WorkerDiedError: it was.
         """
         silent = monotonic() - max(since, self._connection.heard)
+        if silent > _END_SECONDS and self._process.poll() is not None:
+            raise self._death()  # whose message was lost with the call that took it
         if silent > self.seconds:
             raise self._death(hung=f"it has said nothing for {silent:.0f} seconds (LLM_WORKER_TIMEOUT), and was ended")
 

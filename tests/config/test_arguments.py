@@ -71,6 +71,7 @@ VLLM_NAMES = VLLM_SIGNATURE.split()
 
 OURS = {
     "device",
+    "devices",
     "calibration",
     "requantize",
     "num_threads",
@@ -97,7 +98,7 @@ VLLM_DEFAULTS: list[tuple[Any, str]] = [
     ({}, "model_class_overrides additional_config"),
     (set(), "cpu_offload_params offload_params"),
     (0, "cpu_offload_gb offload_group_size node_rank"),
-    (1, "tensor_parallel_size pipeline_parallel_size data_parallel_size nnodes"),
+    (1, "tensor_parallel_size pipeline_parallel_size nnodes"),
     (1, "prefill_context_parallel_size decode_context_parallel_size"),
     (False, "enable_prompt_embeds tokens_only enable_mamba_cache_stochastic_rounding disable_sliding_window"),
     (False, "use_fp64_gumbel enable_trace_replay return_sampling_mask enable_return_routed_experts"),

@@ -1,0 +1,144 @@
+"""Where replicas compute: `data_parallel_size` and `devices` as a device, processors and threads for each.
+
+The processors of a machine are shared out evenly, or by its NUMA nodes: a replica that runs on one node's processors
+has its memory there, because Linux gives a page to the node that touches it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from llm.base import system
+from llm.base.checks import check_integer, refuse
+from llm.config.engine import EngineArgs
+from llm.platforms import select_platform
+
+_RIGHT = "'all', or a list of devices as 'cuda:0' or of sets of processors as {0, 1}, one for each replica"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one replica computes.
+
+    Attributes:
+        device: as `LLM(device=)` takes it.
+        cores: the processors that it may run on; None: all.
+        threads: that compute; None: as `num_threads` says.
+    """
+
+    device: str
+    cores: tuple[int, ...] | None = None
+    threads: int | None = None
+
+    def __str__(self) -> str:
+        if self.cores is None:
+            return self.device if self.threads is None else f"{self.device}, {self._threads()}"
+        return f"{self.device}, processors {shown(self.cores)}, {self._threads()}"
+
+    def _threads(self) -> str:
+        return "1 thread" if self.threads == 1 else f"{self.threads} threads"
+
+
+def places_of(args: EngineArgs, root: Path = Path("/")) -> list[Place]:
+    """The place of each replica; []: there are none, the model is in this process.
+
+    Args:
+        root: the parent of /sys; another folder in tests.
+
+    Raises:
+        ValidationError: `data_parallel_size` or `devices` is wrong, or the machine has not got that.
+    """
+    size, devices = args.data_parallel_size, args.devices
+    check_integer("data_parallel_size", size, 1)
+    if devices is None:
+        return [] if size == 1 else _shared_out(args, size)
+    if devices == "all":
+        found = _all(args, root)
+    elif isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
+        found = [_named(args, item) for item in devices]
+    else:
+        refuse("devices", devices, _RIGHT)
+    if size not in (1, len(found)):
+        refuse("data_parallel_size", size, f"left out, or {len(found)}, the number of devices")
+    return found if len(found) > 1 or devices != "all" else []
+
+
+def _all(args: EngineArgs, root: Path) -> list[Place]:
+    """Every accelerator, or every NUMA node."""
+    name, count = _accelerators(args)
+    if name:
+        return [Place(f"{name}:{index}") for index in range(count)]
+    return [_on_cores(args, cores) for cores in numa_nodes(system.cores(), root)]
+
+
+def _shared_out(args: EngineArgs, size: int) -> list[Place]:
+    name, count = _accelerators(args)
+    if name:
+        if size > count:
+            refuse("data_parallel_size", size, f"at most {count}, as many as there are devices {name}")
+        return [Place(f"{name}:{index}") for index in range(size)]
+    cores = sorted(system.cores())
+    if size > len(cores):  # threads of several replicas take turns on a processor
+        return [Place("cpu", None, args.num_threads or 1)] * size
+    bounds = [round(index * len(cores) / size) for index in range(size + 1)]
+    return [_on_cores(args, cores[start:end]) for start, end in pairwise(bounds)]
+
+
+def _named(args: EngineArgs, item: object) -> Place:
+    if isinstance(item, str):
+        platform, _ = select_platform(item)
+        return Place(item, None, args.num_threads if platform.name == "cpu" else None)
+    if not isinstance(item, Iterable):
+        refuse("devices", item, _RIGHT)
+    cores = sorted(item)
+    there = system.cores()
+    if not cores or not there.issuperset(cores):
+        refuse("devices", item, f"sets of the processors {shown(sorted(there))}, which this process may use")
+    return _on_cores(args, cores)
+
+
+def _on_cores(args: EngineArgs, cores: Sequence[int]) -> Place:
+    return Place("cpu", tuple(cores), min(args.num_threads or len(cores), len(cores)))
+
+
+def _accelerators(args: EngineArgs) -> tuple[str, int]:
+    """The name of the devices that are no CPU, and how many there are; "": the CPU computes."""
+    platform, _ = select_platform(args.device)
+    if platform.device_type == "cpu":
+        return "", 0
+    module = getattr(platform, "torch_module", None)
+    return platform.name, int(module().device_count()) if module is not None else 1
+
+
+def numa_nodes(cores: set[int], root: Path = Path("/")) -> list[list[int]]:
+    """The processors of each NUMA node, of those that this process may use; one list where there are no nodes."""
+    found = []
+    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        own = sorted(cores & _listed((folder / "cpulist").read_text()))
+        if own:
+            found.append(own)
+    return found or [sorted(cores)]
+
+
+def _listed(text: str) -> set[int]:
+    """The numbers of Linux's lists of processors: "0-3,8"."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def shown(cores: Sequence[int]) -> str:
+    """A list of processors as Linux writes it."""
+    parts: list[list[int]] = []
+    for core in cores:
+        if parts and core == parts[-1][1] + 1:
+            parts[-1][1] = core
+        else:
+            parts.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

@@ -1,0 +1,144 @@
+"""Starting replicas: what each of them loads, and the engine over them.
+
+The lengths and sizes are decided once, here, for the share of the memory that a replica has; replicas on accelerators
+have each a memory of their own, and find the size of their KV cache themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from time import perf_counter
+
+from llm.config.engine import GIB, EngineArgs, EngineConfig
+from llm.engine.boundary import RunnerPlan
+from llm.engine.engine import Engine
+from llm.errors import LLMError, ValidationError, WorkerDiedError
+from llm.platforms import Platform
+from llm.replicas.engine import ReplicatedEngine
+from llm.replicas.places import Place
+from llm.replicas.processes import WAIT_SECONDS, Replicas
+from llm.replicas.runner import importable_name
+from llm.replicas.schema import SCHEMA, ReplicaArgs, ReplicaLoaded
+from llm.text.tokenizer import Tokenizer
+
+# Reasons that are known only where the model is loaded.
+_FOUND = ("invariant", "quantization", "resident_weight_bytes", "speculative_config")
+_REFUSED = {
+    "prefix_cache": "a folder is read into the KV cache of one process; leave it out, or use data_parallel_size=1",
+    "profiler_config": "a profile is of this process; leave it out, or use data_parallel_size=1",
+}
+
+
+def check_replicated(args: EngineArgs) -> None:
+    """Raise `ValidationError` for an argument that replicas cannot have."""
+    for name, why in _REFUSED.items():
+        if getattr(args, name) is not None:
+            raise ValidationError(f"{name} cannot be used with replicas: {why}.", parameter=name)
+
+
+def memory_of_one(platform: Platform, places: Sequence[Place]) -> int | None:
+    """Bytes of free memory that a replica plans with; None: all of its device's."""
+    return platform.memory_free() // len(places) if platform.device_type == "cpu" else None
+
+
+def start_replicas(
+    args: EngineArgs,
+    plan: RunnerPlan,
+    places: Sequence[Place],
+    tokenizer: Tokenizer | None,
+    eos_token_ids: frozenset[int],
+) -> tuple[Engine, RunnerPlan, dict[str, float]]:
+    """The engine over replicas that have loaded the model, the plan with what they have found, and seconds per phase.
+
+    Raises:
+        LLMError: one of the replicas cannot load the model; none is left then.
+    """
+    began = perf_counter()
+    sent = [ReplicaArgs(_args_of(args, plan, place)) for place in places]
+    replicas = Replicas()
+    try:
+        for place, own in zip(places, sent, strict=True):
+            # One OpenMP team a replica: the number of threads is set before PyTorch is loaded.
+            environment = {} if place.threads is None else {"OMP_NUM_THREADS": str(place.threads)}
+            replicas.start(place.cores, environment).send("load", own)
+        loaded = _all_loaded(replicas)
+    except BaseException:
+        replicas.close()
+        raise
+    plan = replace(plan, config=_config_of(plan.config, loaded, places))
+    engine = ReplicatedEngine(plan.config, replicas, tokenizer, eos_token_ids)
+    return engine, plan, {"start replicas": perf_counter() - began, **loaded[0].seconds}
+
+
+def _all_loaded(replicas: Replicas) -> list[ReplicaLoaded]:
+    found: dict[int, ReplicaLoaded] = {}
+    while len(found) < replicas.count:
+        waiting = [number for number in range(replicas.count) if number not in found]
+        taken = replicas.take(WAIT_SECONDS, waiting)
+        if taken is None:
+            continue
+        number, told = taken
+        if isinstance(told, WorkerDiedError):
+            raise LLMError(f"the model cannot be loaded by every replica: {told}") from told
+        if not isinstance(told.body, ReplicaLoaded):
+            raise RuntimeError(f"replica {number} told {told.kind!r} before it was loaded")
+        found[number] = told.body
+    return [found[number] for number in sorted(found)]
+
+
+def _args_of(args: EngineArgs, plan: RunnerPlan, place: Place) -> EngineArgs:
+    """The arguments of the replica at a place; raises `ValidationError` for one that is not plain data."""
+    config = plan.config
+    decided = replace(
+        args,
+        device=place.device,
+        num_threads=place.threads or args.num_threads,
+        max_model_len=config.model_config.max_model_len,
+        seed=config.model_config.seed,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes
+        if plan.measures_cache
+        else config.cache_config.kv_cache_memory_bytes or None,
+        logits_processors=[importable_name(kind) for kind in plan.logits_processors] or None,
+        use_tqdm_on_load=False,
+        data_parallel_size=1,
+        devices=None,
+    )
+    for item in fields(decided):
+        value = getattr(decided, item.name)
+        try:
+            SCHEMA.encode("argument", value)
+        except ValidationError:
+            raise ValidationError(
+                f"{item.name}={value!r} cannot be sent to replicas: give it as plain data, or use "
+                "data_parallel_size=1.",
+                parameter=item.name,
+                value=value,
+            ) from None
+    return decided
+
+
+def _config_of(config: EngineConfig, loaded: Sequence[ReplicaLoaded], places: Sequence[Place]) -> EngineConfig:
+    """The config of one replica, and where all of them are."""
+    first = loaded[0]
+    fewest = min(loaded, key=lambda item: item.num_blocks)
+    cache = replace(
+        config.cache_config, num_blocks=fewest.num_blocks, kv_cache_memory_bytes=fewest.kv_cache_memory_bytes
+    )
+    reasons = {**config.reasons, **{name: first.reasons[name] for name in _FOUND if name in first.reasons}}
+    for name in ("num_threads", "kv_cache_memory_bytes", "max_num_seqs"):
+        reasons[name] = f"of each of {len(places)} replicas; {reasons.get(name, 'default')}"
+    reasons["replicas"] = "; ".join(f"{number}: {place}" for number, place in enumerate(places))
+    reasons["kv_cache_memory_bytes"] += f"; {len(places) * fewest.kv_cache_memory_bytes / GIB:.3f} GiB in all"
+    varied = next((item for item in loaded if not item.invariant), None)
+    if varied is not None:
+        reasons["invariant"] = varied.reasons["invariant"]
+    return replace(
+        config,
+        cache_config=cache,
+        invariant=varied is None,
+        reasons=reasons,
+        num_threads=places[0].threads or config.num_threads,
+        speculative_config=config.speculative_config if first.drafts else None,
+        replicas=len(places),
+    )

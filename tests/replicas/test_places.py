@@ -1,0 +1,88 @@
+"""`data_parallel_size` and `devices`: which processors, threads and devices a replica gets.
+
+NUMA nodes are folders here: no test ran on a machine that has several.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llm.base import system
+from llm.config.engine import EngineArgs
+from llm.errors import ValidationError
+from llm.replicas.places import Place, numa_nodes, places_of, shown
+
+
+def places(root: Path = Path("/"), **options: object) -> list[Place]:
+    return places_of(EngineArgs("model", device="cpu", **options), root)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(system, "cores", lambda: set(range(8)))
+    for node, text in enumerate(["0-1,4-5\n", "2-3,6-7\n", "8-15\n"]):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(text)
+    (tmp_path / "sys/devices/system/node/possible").write_text("0-2\n")
+    return tmp_path
+
+
+def test_one_is_none() -> None:
+    assert places() == [] and places(data_parallel_size=1) == []
+
+
+def test_processors_are_shared_out(eight_cores: Path) -> None:
+    assert places(data_parallel_size=3) == [
+        Place("cpu", (0, 1, 2), 3),
+        Place("cpu", (3, 4), 2),
+        Place("cpu", (5, 6, 7), 3),
+    ]
+    assert places(data_parallel_size=2, num_threads=1)[1] == Place("cpu", (4, 5, 6, 7), 1)
+    # More replicas than processors: they take turns.
+    assert places(data_parallel_size=9) == [Place("cpu", None, 1)] * 9
+    assert str(places(data_parallel_size=2)[0]) == "cpu, processors 0-3, 4 threads"
+
+
+def test_nodes_have_a_replica_each(eight_cores: Path) -> None:
+    assert numa_nodes(set(range(8)), eight_cores) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert places(eight_cores, devices="all") == [Place("cpu", (0, 1, 4, 5), 4), Place("cpu", (2, 3, 6, 7), 4)]
+    assert numa_nodes({2}, eight_cores) == [[2]] and numa_nodes({1, 0}, eight_cores / "none") == [[0, 1]]
+    assert shown([0, 1, 4, 5, 9]) == "0-1,4-5,9"
+
+
+def test_one_node_is_no_reason_for_replicas(eight_cores: Path) -> None:
+    assert places(eight_cores / "none", devices="all") == []
+
+
+def test_sets_of_processors_are_taken_as_they_are(eight_cores: Path) -> None:
+    assert places(devices=[{0, 1}, range(2, 8)]) == [Place("cpu", (0, 1), 2), Place("cpu", (2, 3, 4, 5, 6, 7), 6)]
+    assert places(devices=[{0}], data_parallel_size=1) == [Place("cpu", (0,), 1)]
+    assert places(devices=["cpu", "cpu"]) == [Place("cpu")] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"data_parallel_size": 0}, "data_parallel_size must be an integer of at least 1"),
+        ({"data_parallel_size": True}, "data_parallel_size"),
+        ({"devices": "both"}, "devices must be 'all', or a list of devices"),
+        ({"devices": []}, "devices must be 'all'"),
+        ({"devices": [3]}, "devices must be 'all'"),
+        ({"devices": [{0, 9}]}, "sets of the processors 0-7"),
+        ({"devices": [set()]}, "sets of the processors 0-7"),
+        ({"devices": [{0}, {1}], "data_parallel_size": 3}, "left out, or 2, the number of devices"),
+        ({"devices": ["cuda:0", "cuda:1"]}, "device='cuda:0' cannot be used"),
+    ],
+)
+def test_what_is_wrong_is_told(options: dict[str, object], said: str, eight_cores: Path) -> None:
+    with pytest.raises(ValidationError, match=said):
+        places(**options)
+
+
+def test_the_processors_are_those_that_this_process_may_use() -> None:
+    (place,) = {place.cores for place in places(devices=[sorted(os.sched_getaffinity(0))])}
+    assert place == tuple(sorted(os.sched_getaffinity(0)))
