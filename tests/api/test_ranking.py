@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sentence_folders import save_model, save_modules, save_tokenizer
+from checkpoints.sentence_transformers import save_model, save_modules, save_tokenizer
 from tiny_models import BASE, VOCAB, one_thread
 
 from llm import LLM, PoolingParams, ValidationError

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints.vllm import VLLM_MODELS, W8A8, fingerprint, fixture, same_fingerprint, write_vllm_checkpoint
 from embedded import open_llm
-from vllm_checkpoints import VLLM_MODELS, W8A8, fingerprint, fixture, same_fingerprint, write_vllm_checkpoint
 
 from llm import LLM, LLMError, RequestOutput, SamplingParams, StructuredOutputsParams
 

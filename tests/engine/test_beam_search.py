@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints.vllm import fixture, write_vllm_checkpoint
 from embedded import assert_idle, engine_of
 from tiny_models import TINY_MODELS, make_prompts, one_thread, reference_model, tiny_checkpoint
-from vllm_checkpoints import fixture, write_vllm_checkpoint
 
 from llm import LLM, BeamSearchOutput, BeamSearchParams, GenerationInterrupted, ValidationError
 from llm.engine.beams import PromptSearch

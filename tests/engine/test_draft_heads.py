@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draft_heads import Eagle3Reference, MultiTokenReference, eager, with_multi_token
+from checkpoints.draft_heads import Eagle3Reference, MultiTokenReference, eager, with_multi_token
 from embedded import engine_of
 from kernel_sets import has_kernels
 from test_metamorphic import PREEMPTED, SETTINGS, Case, check_orders

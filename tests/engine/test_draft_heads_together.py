@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_files import write_adapter
-from draft_heads import eager
+from checkpoints.adapters import write_adapter
+from checkpoints.draft_heads import eager
 from test_draft_heads import GREEDY, Drafted, made, said
 from tiny_models import one_thread, reference_model
 

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from checkpoints.sentence_transformers import BERT, save_model, save_modules
+from checkpoints.sentence_transformers import prompts as pooled_prompts
 from embedded import engine_of, free_blocks, open_llm, run, tokens
 from fake_device import FakePlatform, fake_device
 from pretend_device import DEVICE, QUEUE, OnDevice, PretendPlatform, pretend_device
-from sentence_folders import BERT, save_model, save_modules
-from sentence_folders import prompts as pooled_prompts
 from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 

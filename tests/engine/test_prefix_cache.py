@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_files import write_adapter
+from checkpoints.adapters import write_adapter
 from embedded import engine_of
 from kernel_sets import has_kernels
 from safetensors.torch import load_file, save_file

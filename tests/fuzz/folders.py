@@ -71,8 +71,8 @@ def bases(folder: Path) -> list[Path]:
 
 def write_blocks(source: Path, target: Path) -> None:
     """The model as a GGUF file of several types."""
+    from checkpoints.gguf import write_gguf
     from gguf import GGMLQuantizationType as Type
-    from gguf_files import write_gguf
 
     kinds = {"q_proj": Type.Q4_0, "o_proj": Type.Q8_0, "down_proj": Type.Q5_1, "up_proj": Type.BF16}
     write_gguf(source, target, lambda name: kinds.get(name.split(".")[-2], Type.F16), tokenizer=True)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapter_files import write_adapter
+from checkpoints.adapters import write_adapter
+from checkpoints.sentence_transformers import BERT, save_model, save_tokenizer
 from embedded import engine_of, open_llm
-from sentence_folders import BERT, save_model, save_tokenizer
 from tiny_models import BASE, one_thread
 
 from llm import LLM, PoolingParams, SamplingParams, ValidationError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_folder import compress
+from checkpoints.compressed_tensors import compress
 from embedded import engine_of
 from tiny_models import TINY_MODELS, make_prompts, one_thread, tiny_checkpoint
 

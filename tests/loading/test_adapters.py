@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_files import LINEAR, add_adapter, write_adapter
+from checkpoints.adapters import LINEAR, add_adapter, write_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY_MODELS, TinyModel, make_prompts, reference_model, write_checkpoint
 

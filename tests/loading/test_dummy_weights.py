@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkpoints.modelslim import ModelSlimFolder, write_modelslim
+from checkpoints.vllm import W8A8, write_vllm_checkpoint
 from embedded import open_llm
-from modelslim_folder import ModelSlimFolder, write_modelslim
-from vllm_checkpoints import W8A8, write_vllm_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.cli import main

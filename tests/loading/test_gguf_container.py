@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from checkpoints.gguf import finish, random_blocks, write_gguf
 from gguf import GGMLQuantizationType as Type
-from gguf_files import finish, random_blocks, write_gguf
 
 from llm.errors import CheckpointError, LLMError
 from llm.kernels.reference.gguf_blocks import BLOCKS, Block, Decoded, decode, type_name

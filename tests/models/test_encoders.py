@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sentence_folders import BERT, ENCODERS, hidden_states, prompts, save_model, save_modules, save_tokenizer
+from checkpoints.sentence_transformers import (
+    BERT,
+    ENCODERS,
+    hidden_states,
+    prompts,
+    save_model,
+    save_modules,
+    save_tokenizer,
+)
 from tiny_models import BASE, VOCAB, one_thread
 
 from llm import LLM, PoolingParams, ValidationError

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints.gguf_mixtures import write_mixture
 from embedded import open_llm, run
 from gguf import GGMLQuantizationType as Type
-from gguf_mixtures import write_mixture
 from test_gguf_models import GREEDY, TOLERANCE, deviation
 from tiny_models import NULL, TINY_MODELS, TinyModel, make_prompts, write_checkpoint
 

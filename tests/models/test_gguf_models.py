@@ -1,6 +1,6 @@
 """`LLM("model.gguf")`: transformers' answers with the file's exact weights, the weights bit for bit, the tokenizer.
 
-Files are written by the `gguf` package (`gguf_files.py`); the reference is transformers in float32 on the values of
+Files are written by the `gguf` package (`checkpoints.gguf`); the reference is transformers in float32 on the values of
 `gguf.dequantize`.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints.gguf import write_gguf
 from embedded import PROMPTS, open_llm, run, tokens
 from gguf import GGMLQuantizationType as Type
-from gguf_files import write_gguf
 from safetensors.torch import load_file
 from tiny_models import LLAMA3, TinyModel, make_prompts, reference_logprobs, write_checkpoint
 

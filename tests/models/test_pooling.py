@@ -1,7 +1,7 @@
 """Vectors and classes are transformers', alone and in a ragged batch, whatever the model: bit for bit in any order.
 
-sentence-transformers' files are written by hand (tests/sentence_folders.py); what they mean is computed here from
-transformers' hidden states.
+sentence-transformers' files are written by hand (tests/checkpoints/sentence_transformers.py); what they mean is
+computed here from transformers' hidden states.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sentence_folders import hidden_states, prompts, save_model, save_modules, save_tokenizer
+from checkpoints.sentence_transformers import hidden_states, prompts, save_model, save_modules, save_tokenizer
 from tiny_models import BASE, one_thread
 
 from llm import LLM, GenerationInterrupted, PoolerConfig, PoolingParams, ValidationError

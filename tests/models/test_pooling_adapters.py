@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapter_files import add_adapter, write_adapter
-from sentence_folders import BERT, hidden_states, prompts, save_model, save_modules, save_tokenizer
+from checkpoints.adapters import add_adapter, write_adapter
+from checkpoints.sentence_transformers import BERT, hidden_states, prompts, save_model, save_modules, save_tokenizer
 from tiny_models import one_thread
 
 from llm import LLM, ValidationError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_folder import compress
+from checkpoints.compressed_tensors import compress
 from embedded import engine_of, open_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints.vllm import W8A8, fingerprint, same_fingerprint, write_vllm_checkpoint
 from embedded import ROOT, engine_of, open_llm, python
 from safetensors.torch import save_file
 from tiny_models import TinyModel, one_thread, write_checkpoint
-from vllm_checkpoints import W8A8, fingerprint, same_fingerprint, write_vllm_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.kernels.reference import linear as reference

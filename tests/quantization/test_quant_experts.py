@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_folder import compressed
+from checkpoints.compressed_tensors import compressed
+from checkpoints.modelslim import ModelSlimFolder, expected_output, write_modelslim
 from embedded import engine_of, open_llm
 from kernel_sets import has_kernels
-from modelslim_folder import ModelSlimFolder, expected_output, write_modelslim
 from safetensors.torch import save_file
 from tiny_models import TinyModel, one_thread, write_checkpoint
 from torch import nn

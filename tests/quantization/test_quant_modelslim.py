@@ -1,4 +1,4 @@
-"""ModelSlim checkpoints, written by `modelslim_folder.py` from the formulas of the format, read and computed."""
+"""ModelSlim checkpoints, written by `checkpoints.modelslim` from the formulas of the format, read and computed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints.modelslim import ModelSlimFolder, Tensors, expected_output, write_modelslim
 from embedded import engine_of, open_llm, run, tokens
-from modelslim_folder import ModelSlimFolder, Tensors, expected_output, write_modelslim
 from safetensors.torch import load_file, save_file
 from tiny_models import TinyModel, one_thread, write_checkpoint
 

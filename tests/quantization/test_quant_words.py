@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints.gguf import write_gguf
 from close import close, told
 from embedded import engine_of, open_llm, run
 from gguf import GGMLQuantizationType as Type
-from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import TinyModel, make_prompts, one_thread, reference_logprobs, write_checkpoint
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_files import LINEAR, add_adapter, write_adapter
+from checkpoints.adapters import LINEAR, add_adapter, write_adapter
 from tiny_models import TinyModel, make_prompts, reference_model, write_checkpoint
 
 from llm import LLM, SamplingParams

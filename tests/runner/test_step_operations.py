@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints.sentence_transformers import ENCODERS, prompts, save_model, save_modules
 from embedded import engine_of, open_llm
 from kernel_sets import has_kernels, needs_compiler
-from sentence_folders import ENCODERS, prompts, save_model, save_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

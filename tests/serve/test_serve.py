@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from adapter_files import write_adapter
 from bodies import CHAT, anything, body
+from checkpoints.adapters import write_adapter
 from documented_processors import DummyLogitsProcessor
 from embedded import assert_idle, copy_model, engine_of, open_llm, run
 from pydantic import BaseModel

@@ -1,5 +1,7 @@
-"""Weights that memory has no room for: from a file, the same bits; and what is refused. `tests/offload.py` is the run
-in a real control group."""
+"""Weights that memory has no room for: from a file, the same bits; and what is refused.
+
+`offload.py` beside it is the run in a real control group.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Adapters written and computed by PEFT, and by an `LLM`: logprobs within 1e-4 and the same greedy tokens.
 
-`pip install peft accelerate`, then `python tests/peft_adapters.py [folder]`. Not part of the suite: PEFT takes
+`pip install peft accelerate`, then `python tests/loading/peft_adapters.py [folder]`. Not part of the suite: PEFT takes
 seconds to import. Prints one line for each adapter: the largest difference of a logprob.
 """
 
@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model

@@ -1,6 +1,6 @@
 """Holds our vectors and scores against sentence-transformers itself, on folders that the package writes.
 
-    python tests/sentence_oracle.py
+    python tests/models/sentence_oracle.py
 
 It needs the package, which the suite does not: pip install sentence-transformers. Every encoder, kind of pooling and
 module is one tiny random folder; the largest difference must be below 1e-5. Exits with 1 if one is not.
@@ -13,9 +13,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
 import torch
-from sentence_folders import BERT, ENCODERS, save_model, save_tokenizer
+from checkpoints.sentence_transformers import BERT, ENCODERS, save_model, save_tokenizer
 from tiny_models import BASE
 
 from llm import LLM

@@ -1,6 +1,6 @@
 """Writes GGUF files of Granite and of mixtures of experts with the `gguf` package, as the converter lays them out.
 
-Owns no tests. What a file holds is written as a Hugging Face checkpoint too, as in `gguf_files.py`.
+Owns no tests. What a file holds is written as a Hugging Face checkpoint too, as in `gguf.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 import gguf
 import torch
 from gguf import GGMLQuantizationType as Type
-from gguf_files import add_metadata, encoded, finish
 from safetensors.torch import load_file, save_file
+
+from checkpoints.gguf import add_metadata, encoded, finish
 
 ARCHITECTURES = {
     "mixtral": gguf.MODEL_ARCH.LLAMA,

@@ -1,11 +1,11 @@
 """A model half again as large as the memory that a control group allows: the same tokens, slowly, and no kill.
 
-    python tests/offload.py                      # 3 GiB of weights, 2 GiB of memory
-    python tests/offload.py --gib 6 --experts 0  # a dense model
+    python tests/setup/offload.py                      # 3 GiB of weights, 2 GiB of memory
+    python tests/setup/offload.py --gib 6 --experts 0  # a dense model
 
 Run by hand, as root: it makes a control group, writes gigabytes, and takes minutes. It starts children in the group:
 one that reads the weights from a file as planned; one that is told to refuse; and, as the control of the limit, one
-that is made to believe there is more memory, which has to be killed. Fast checks are in tests/startup/test_offload.py.
+that is made to believe there is more memory, which has to be killed. Fast checks are in tests/setup/test_offload.py.
 """
 
 from __future__ import annotations
