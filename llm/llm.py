@@ -275,6 +275,7 @@ class LLM:
         self._is_quantized = built.plan.is_quantized  # the checkpoint, so the unquantized model is not available
         self._source = built.plan.source if built.plan.has_weights else None  # of the weights; None: they are random
         self._weights = ""  # their fingerprint, once it was needed
+        self._is_asleep = False
         self._may_have_changed = False  # a callable got the model, and may have changed its weights
         self.config: EngineConfig = built.engine.config
         self.startup: Mapping[str, float] = built.startup
@@ -972,6 +973,46 @@ class LLM:
         """
         return self._open_engine().runner.sites()
 
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The checkpoint's tensors by name, as the model has them now: matrices as float32 values, dequantized."""
+        return whole_model.Weights(self)
+
+    @known_names("LLM.update_weights")
+    def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace tensors of the checkpoint; the model is then what loading such a checkpoint gives, bit for bit.
+
+        It is loaded anew beside the old one, packed and quantized with the settings of this LLM, and replaces it when
+        it is complete: if anything fails, nothing has changed. What is cached of prompts is dropped.
+
+        Args:
+            tensors: by the checkpoint's names, of its shapes.
+
+        Raises:
+            ValidationError: a name or a shape is not the checkpoint's, a stream is suspended, some weights are in a
+                file (`offload_weights`), or a head drafts from hidden states.
+            OutOfMemoryError: there is no room for two models.
+        """
+        whole_model.update_weights(self, tensors)
+
+    @known_names("LLM.load_weights")
+    def load_weights(self, path: str | Path) -> None:
+        """As `update_weights`, with all weights of another checkpoint, whose config.json says the same of the model."""
+        whole_model.load_new_weights(self, path)
+
+    @known_names("LLM.sleep")
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`: 1: the KV cache; 2: the weights too, which are then read again.
+
+        What is cached of prompts is dropped. vLLM's level 1 moves weights from a device to the host; here they stay.
+        """
+        whole_model.sleep(self, level)
+
+    @known_names("LLM.wake_up")
+    def wake_up(self) -> None:
+        """Fetch the memory that `sleep` gave back. Does nothing where nothing sleeps."""
+        whole_model.wake_up(self)
+
     @known_names("LLM.logit_lens")
     def logit_lens(self, prompt: PromptType, token: str | int | None = None) -> pandas.DataFrame:
         """What the LM head makes of the residual stream behind each layer: a row per layer, a column per token.
@@ -1194,6 +1235,8 @@ class LLM:
     def _begin(self) -> Engine:
         """The beginning of every call; the lock is held."""
         engine = self._open_engine()
+        if self._is_asleep:
+            raise EngineClosedError("this LLM sleeps; call wake_up() first.")
         if self._is_torn or engine.is_torn:
             engine.reset()
             self._is_torn = False

@@ -69,8 +69,6 @@ _ONE_CALL = "pass all prompts to one call of LLM.generate or LLM.chat"
 # Attributes of vLLM's `LLM` that ours does not have.
 METHODS: dict[str, str] = {
     **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), _ONE_CALL),
-    "sleep": "close it with LLM.close() and build a new one later",
-    "wake_up": "it never sleeps",
     "get_world_size": "an LLM runs on one device",
     "shutdown": "its name is close",
 }

@@ -4,21 +4,22 @@ comparing it with others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from llm.base.checks import check_flag, refuse
+from llm.base.checks import check_flag, check_integer, refuse
 from llm.base.types import JsonObject
 from llm.config.arguments import check_arguments
 from llm.config.engine import EngineArgs, EngineConfig
+from llm.engine.engine import Engine
 from llm.errors import ValidationError, nearest
 from llm.inputs import PromptType
 from llm.loading.resolve import resolve_folder
-from llm.loading.source import FolderSource
+from llm.loading.source import FolderSource, ModelSource, UpdatedSource
 from llm.sampling.logits_processors.interface import LogitsProcessor
 from llm.sampling.logits_processors.pipeline import load_logits_processor, qualified_name
 
@@ -63,17 +64,91 @@ def apply_model(llm: LLM, func: Callable[[torch.nn.Module], R]) -> list[R]:
             f"func must be a callable that takes the model, got {type(func).__name__}.", parameter="func", value=func
         )
     with llm._exclusive():
-        engine = llm._begin()
-        engine.needs_model_here("apply_model")
-        if engine.scheduler.has_unfinished():
-            raise ValidationError(
-                "the model cannot be changed while a stream is suspended; end the stream first.", parameter="func"
-            )
+        engine = _idle(llm, "apply_model", "func")
         try:
             return [engine.runner.apply_model(func)]
         finally:
             engine.reset_prefix_cache()
             llm._may_have_changed = True
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """The weights of an `LLM` by the checkpoint's names, read when they are asked for."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        with self._llm._exclusive():
+            return self._llm._begin().runner.read_weight(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._llm._open_engine().runner.weight_names())
+
+    def __len__(self) -> int:
+        return len(self._llm._open_engine().runner.weight_names())
+
+    def __repr__(self) -> str:
+        return f"Weights({len(self)} tensors)"
+
+
+def update_weights(llm: LLM, tensors: Mapping[str, torch.Tensor]) -> None:
+    if not isinstance(tensors, Mapping):
+        refuse("tensors", type(tensors).__name__, "a dict of names and tensors")
+    source = llm._source
+    if source is None:
+        refuse("load_format", "dummy", "that of a checkpoint, whose tensors have names")
+    try:
+        updated = source.updated(tensors) if isinstance(source, UpdatedSource) else UpdatedSource(source, tensors)
+        _replace_weights(llm, updated)
+    finally:
+        source.close()
+
+
+def load_new_weights(llm: LLM, path: str | Path) -> None:
+    from llm.setup.source import read_model
+
+    before, found = read_model(llm._args), read_model(replace(llm._args, model=path))
+    if (found.model_class, found.architecture) != (before.model_class, before.architecture):
+        refuse("path", str(path), "of a checkpoint whose config.json is that of the model")
+    _replace_weights(llm, found.source)
+
+
+def _replace_weights(llm: LLM, source: ModelSource) -> None:
+    with llm._exclusive():
+        engine = _idle(llm, "update_weights", "weights")
+        engine.runner.replace_weights(source)
+        llm._source, llm._weights, llm._may_have_changed = source, "", False
+        engine.reset_prefix_cache()
+
+
+def sleep(llm: LLM, level: int) -> None:
+    check_integer("level", level, 1, 2)
+    with llm._exclusive():
+        if llm._is_asleep:
+            return
+        engine = _idle(llm, "sleep", "level")
+        engine.runner.sleep(level)
+        engine.reset_prefix_cache()
+        llm._is_asleep = True
+
+
+def wake_up(llm: LLM) -> None:
+    with llm._exclusive():
+        if not llm._is_asleep:
+            return
+        llm._open_engine().runner.wake_up()
+        llm._is_asleep = False
+
+
+def _idle(llm: LLM, method: str, parameter: str) -> Engine:
+    engine = llm._begin()
+    engine.needs_model_here(method)
+    if engine.scheduler.has_unfinished():
+        raise ValidationError(
+            "the model cannot be changed while a stream is suspended; end the stream first.", parameter=parameter
+        )
+    return engine
 
 
 def collective_rpc(

@@ -220,9 +220,9 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         "no weights go from one device to another, so how makes no difference.",
         *("offload_backend", "offload_num_in_group", "offload_prefetch_step"),
     ),
-    _refused("the engine does not sleep; call close() and build a new LLM later.", enable_sleep_mode=False),
+    _accepted("sleep() and wake_up() need no setting.", "enable_sleep_mode"),
     _accepted(
-        "the engine does not sleep and uses the platform's allocator.",
+        "memory is the platform's allocator's, awake or asleep.",
         *("sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names", "enable_cumem_allocator"),
         "enable_nccl_comm_suspend",
     ),

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from llm.base.types import JsonObject
-from llm.errors import LLMError
+from llm.errors import LLMError, ValidationError, nearest
 from llm.kernels.weight import dequantize
 from llm.loading.weight_map import Target
+from llm.quantization.base import QuantizeMethodBase
 from llm.quantization.kv_cache import StaticCacheMethod, has_cache_scales, stored_scale
 from llm.quantization.packing import doubled_fp4, nf4, pack_column_pairs, pack_fp4, pack_row_pairs, pack_to_int32
 from llm.quantization.quantizer import IntegerWeight
@@ -137,6 +138,35 @@ def with_positive_scales(layer: StoredLayer) -> StoredLayer:
 def without_form(name: str, what: str, format: str) -> LLMError:
     """For a weight that a format has no form for."""
     return LLMError(f"{name} has {what}, which {format} has no form for; save it as 'gguf'.")
+
+
+def read_weight(model: nn.Module, targets: Mapping[str, Target], name: str) -> torch.Tensor:
+    """A tensor of the checkpoint as the model has it now, a copy on the CPU; a matrix as float32 values.
+
+    Raises:
+        ValidationError: there is none of this name, or its value is not kept.
+    """
+    target = targets.get(name)
+    if target is None:
+        raise ValidationError(f"the checkpoint has no tensor {name!r}.{nearest(name, targets)}", parameter="weights")
+    path, _, last = target.parameter.rpartition(".")
+    module = model.get_submodule(path)
+    method: QuantizeMethodBase | None = getattr(module, "quant_method", None)
+    own = dict(module.named_parameters(recurse=False))
+    if last == "weight" and method is not None:
+        whole = method.dequantize_weight(module)
+    elif last in own:
+        whole = own[last].data
+    else:
+        raise ValidationError(
+            f"{name} was packed with others when it was loaded; read {name.rpartition('.')[0]}.weight, the values that "
+            "they stand for.",
+            parameter="weights",
+            value=name,
+        )
+    found = rows_of(module, whole, target.shard_id)
+    transposed = any(target.parameter.endswith(f".{ending}") for ending in getattr(model, "transposed_weights", ()))
+    return (found.t() if transposed else found).detach().to("cpu", copy=True)
 
 
 def rows_of(module: nn.Module, tensor: torch.Tensor, shard_id: str | int | None) -> torch.Tensor:

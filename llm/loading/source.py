@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from llm.base.text import show
 from llm.base.types import JsonObject
-from llm.errors import CheckpointError, ValidationError
+from llm.errors import CheckpointError, ValidationError, nearest
 from llm.loading.checkpoint import Checkpoint, TensorInfo
 from llm.loading.model_files import read_json
 from llm.loading.resolve import of_folder
@@ -110,6 +111,74 @@ class FolderSource:
 
     def __reduce__(self) -> tuple[type[FolderSource], tuple[Path, JsonObject]]:
         return FolderSource, (self.folder, self._overrides)
+
+
+class UpdatedSource:
+    """A model some of whose tensors are replaced by others of the same names, shapes and types.
+
+    Raises:
+        ValidationError: a name is not of the model's, or a tensor has another shape.
+    """
+
+    def __init__(self, source: ModelSource, replaced: Mapping[str, torch.Tensor]) -> None:
+        self._source, self._replaced = source, dict(replaced)
+        known = source.tensors().tensors
+        for name, tensor in self._replaced.items():
+            if name not in known:
+                raise ValidationError(
+                    f"the checkpoint has no tensor {show(name)}.{nearest(str(name), known)}", parameter="tensors"
+                )
+            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != tuple(known[name].shape):
+                got = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                raise ValidationError(
+                    f"{name} must be a tensor of shape {list(known[name].shape)}, got {got}.", parameter="tensors"
+                )
+            self._replaced[name] = tensor.detach().to("cpu", known[name].dtype, copy=True)
+
+    @property
+    def folder(self) -> Path:
+        return self._source.folder
+
+    def updated(self, replaced: Mapping[str, torch.Tensor]) -> UpdatedSource:
+        """With these replaced too."""
+        return UpdatedSource(self._source, {**self._replaced, **replaced})
+
+    def config(self) -> JsonObject:
+        return self._source.config()
+
+    def tensors(self) -> UpdatedTensors:
+        return UpdatedTensors(self._source.tensors(), self._replaced)
+
+    def tokenizer(self) -> Path | TokenizerDefinition:
+        return self._source.tokenizer()
+
+    def generation_defaults(self) -> JsonObject:
+        return self._source.generation_defaults()
+
+    def close(self) -> None:
+        self._source.close()
+
+    def with_overrides(self, overrides: Mapping[str, object]) -> ModelSource:
+        return UpdatedSource(self._source.with_overrides(overrides), self._replaced)
+
+
+class UpdatedTensors:
+    """The tensors of an `UpdatedSource`."""
+
+    def __init__(self, tensors: Tensors, replaced: Mapping[str, torch.Tensor]) -> None:
+        self._tensors, self._replaced = tensors, replaced
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors.tensors
+
+    @property
+    def total_bytes(self) -> int:
+        return self._tensors.total_bytes
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors.stream():
+            yield name, self._replaced.get(name, tensor)
 
 
 Overrides = Mapping[str, object] | Callable[["PretrainedConfig"], "PretrainedConfig"] | None

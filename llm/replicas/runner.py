@@ -13,6 +13,7 @@ from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.errors import ValidationError
 from llm.explain import Explanation
 from llm.inside.names import Site
+from llm.loading.source import ModelSource
 from llm.quantization.on_load import ActivationStatistics
 from llm.replicas.processes import Replicas
 from llm.sampling.logits_processors.interface import LogitsProcessor
@@ -95,6 +96,21 @@ class ReplicaRunner:
 
     def sites(self) -> dict[str, Site]:
         refuse_replicated("looking inside the model (sites, capture, interventions)")
+
+    def weight_names(self) -> list[str]:
+        refuse_replicated("weights")
+
+    def read_weight(self, name: str) -> torch.Tensor:
+        refuse_replicated("weights")
+
+    def replace_weights(self, source: ModelSource) -> None:
+        refuse_replicated("update_weights")
+
+    def sleep(self, level: int) -> None:
+        refuse_replicated("sleep")
+
+    def wake_up(self) -> None:
+        refuse_replicated("wake_up")
 
     def apply_model(self, function: Callable[[torch.nn.Module], R]) -> R:
         refuse_replicated("apply_model")

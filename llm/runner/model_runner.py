@@ -42,6 +42,8 @@ from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.adapters.merge import MergedTensors
 from llm.loading.gguf.source import GgufSource
 from llm.loading.loader import load_dummy_weights, load_weights, weights_changed
+from llm.loading.saved_formats import read_weight
+from llm.loading.source import ModelSource
 from llm.loading.weight_file import WeightFile
 from llm.loading.weight_map import Target, stored_name
 from llm.models.eagle3 import Eagle3ForCausalLM
@@ -321,6 +323,69 @@ class ModelRunner:
         """What a step reads and computes."""
         return count_model(self.model, self.plan.config.cache_config.kv_cache_dtype, self.plan.kv_cache_specs)
 
+    def weight_names(self) -> list[str]:
+        """The checkpoint's tensors that the model has."""
+        return list(self.targets)
+
+    def read_weight(self, name: str) -> torch.Tensor:
+        """See `llm.loading.saved_formats.read_weight`."""
+        return read_weight(self.model, self.targets, name)
+
+    def replace_weights(self, source: ModelSource) -> None:
+        """Load the model anew from a checkpoint of the same architecture; if that fails, nothing has changed.
+
+        Raises:
+            ValidationError: a file has some of the weights, or drafts are made with the model's hidden states.
+            CheckpointError, OutOfMemoryError: as `load`.
+        """
+        self._check_replaceable()
+        plan = replace(self.plan, source=source)
+        with library_defaults(plan.config.num_threads):
+            model, targets = self._loaded_again(plan)
+            self._detach_model()
+            old, self.model, self.targets, self.plan = self.model, model, targets, plan
+            _free(old)
+            self._attach_model(self._config)
+
+    def sleep(self, level: int) -> None:
+        """Give back the memory of the caches, and with level 2 that of the weights."""
+        if level == 2:
+            self._check_replaceable()
+        self._detach_model()
+        self.images.close()
+        for tensor in (tensor for state in self.states for tensor in state):
+            tensor.data = torch.empty(0, device=tensor.device)
+        self.states = []
+        if level == 2:
+            _free(self.model)
+            self.model = None
+        self.backend.clear()
+        self.platform.release_memory()
+
+    def wake_up(self) -> None:
+        """Fetch what `sleep` has given back; weights are read again from where they came."""
+        with library_defaults(self.plan.config.num_threads):
+            if self.model is None:
+                self.model, self.targets = self._loaded_again(self.plan)
+            self._allocate_caches(self._config)
+            self._attach_model(self._config)
+
+    def _check_replaceable(self) -> None:
+        drafting = self.plan.config.speculative_config
+        if self.offloaded or not self.plan.has_weights or (drafting is not None and drafting.has_head):
+            raise ValidationError(
+                "weights are read again where all of them are in memory, are a checkpoint's (not load_format='dummy'), "
+                "and no head drafts from the model's hidden states.",
+                parameter="weights",
+            )
+
+    def _loaded_again(self, plan: RunnerPlan) -> tuple[Any, Mapping[str, Target]]:
+        """The model of a plan and the targets of its checkpoint's tensors."""
+        with serial_pytorch():
+            model = build_model(plan, self.platform)
+            targets = fill_model(plan, self.platform, model)
+        return self.place_model(model), targets
+
     @library_defaults()
     def apply_model(self, function: Callable[[torch.nn.Module], R]) -> R:
         """`function(model)`. It may change the model: recorded steps are dropped. Layers made in it have kernels."""
@@ -420,6 +485,7 @@ class ModelRunner:
                 config = loaded.applied_to(plan.config)
                 self.plan = replace(plan, config=config)
             self._allocate(config)
+        self._config = config
         return loaded
 
     def _measured(self, loaded: Loaded, config: EngineConfig) -> Loaded:
@@ -492,14 +558,7 @@ class ModelRunner:
         """Allocate everything that a step needs besides the model."""
         specs, cache = self.plan.kv_cache_specs, config.cache_config
         groups, self._group_of_state = group_states(specs)
-        try:
-            self.states = self._allocate_states(specs, cache)
-        except MemoryError as error:  # only if the user set the budget: ours is within free memory
-            raise OutOfMemoryError(
-                f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} cannot be allocated; lower it, max_num_seqs or "
-                "max_model_len."
-            ) from error
-        self._cache_rows = CacheRows(self.platform, self.plan, self.states, self._group_of_state)
+        self._allocate_caches(config)
         self.batch = InputBatch(
             config.scheduler_config.max_num_seqs,
             config.model_config.max_model_len,
@@ -521,20 +580,44 @@ class ModelRunner:
         multiplier = feature_multiplier(self.plan.hf_config, self.plan.architecture)
         self.images = ImageRows(self._make_tower, both_ways, multiplier, pad)
         self._vocab_size = config.model_config.vocab_size
-        self.inside = ModelInside(self.model, self._vocab_size)
         self._logit_rows_at_once = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
+        device, custom = self.platform.device, self.plan.logits_processors
+        self.processors = LogitsProcessors(config, device, custom, self.backend)
+        self.sampler = Sampler(config.model_config.logprobs_mode, self.backend)
+        self._attach_model(config)
+
+    def _allocate_caches(self, config: EngineConfig) -> None:
+        cache = config.cache_config
+        try:
+            self.states = self._allocate_states(self.plan.kv_cache_specs, cache)
+        except MemoryError as error:  # only if the user set the budget: ours is within free memory
+            raise OutOfMemoryError(
+                f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} cannot be allocated; lower it, max_num_seqs or "
+                "max_model_len."
+            ) from error
+        self._cache_rows = CacheRows(self.platform, self.plan, self.states, self._group_of_state)
+
+    def _attach_model(self, config: EngineConfig) -> None:
+        """Make what refers to the model's modules."""
+        self.inside = ModelInside(self.model, self._vocab_size)
         if config.lora_config is not None:
             self.adapters = ModelAdapters(self.model, config.lora_config, self.backend)
         if self.plan.pooling is not None:
             self.pooler = Pooler(self.plan.pooling, self.model, self.backend)
         elif self._may_record(config):
             self.recorded = self._new_recorded()
-        device, custom = self.platform.device, self.plan.logits_processors
-        self.processors = LogitsProcessors(config, device, custom, self.backend)
-        self.sampler = Sampler(config.model_config.logprobs_mode, self.backend)
         self.proposer = make_proposer(
             config.speculative_config, self.plan, lambda: type(self)(self.platform), self._make_head
         )
+
+    def _detach_model(self) -> None:
+        """Let go of what refers to the model's modules, and to the caches."""
+        self.set_drafting(True)
+        if self.proposer is not None:
+            self.proposer.close()
+        if self.adapters is not None:
+            self.adapters.close()
+        self.proposer = self.adapters = self.pooler = self.recorded = None
 
     def _allocate_states(self, specs: Sequence[StateSpec], cache: CacheConfig) -> list[tuple[torch.Tensor, ...]]:
         paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
@@ -660,6 +743,12 @@ class ModelRunner:
                 finished[batch.request_ids[row]] = own
         result.pooled = pooler.finish(finished)
         batch.settle(step)
+
+
+def _free(model: torch.nn.Module) -> None:
+    """Free its tensors even while they are referenced."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = torch.empty(0, device=tensor.device)
 
 
 def _move(model: torch.nn.Module, device: torch.device) -> None:

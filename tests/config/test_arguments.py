@@ -102,7 +102,7 @@ VLLM_DEFAULTS: list[tuple[Any, str]] = [
     (1, "prefill_context_parallel_size decode_context_parallel_size"),
     (False, "enable_prompt_embeds tokens_only enable_mamba_cache_stochastic_rounding disable_sliding_window"),
     (False, "use_fp64_gumbel enable_trace_replay return_sampling_mask enable_return_routed_experts"),
-    (False, "mm_encoder_only enable_sleep_mode enable_layerwise_nvtx_tracing ray_workers_use_nsight"),
+    (False, "mm_encoder_only enable_layerwise_nvtx_tracing ray_workers_use_nsight"),
     (None, "hf_config_path tokenizer_revision download_dir hf_token quantization_config engram_config"),
     (None, "lora_target_modules"),
     (None, "diffusion_config watermark_config spec_method spec_model spec_tokens"),
@@ -186,7 +186,6 @@ def test_accepted_arguments_leave_their_notes() -> None:
         ("spec_method", "ngram"),
         ("distributed_executor_backend", "ray"),
         ("cpu_offload_gb", 4.0),
-        ("enable_sleep_mode", True),
         ("hf_token", False),
     ],
 )
@@ -254,7 +253,7 @@ def test_values_without_an_equality_are_refused_not_crashed_on(value: Any) -> No
 
 def test_equal_values_of_other_types_pass() -> None:
     assert (
-        check_arguments({"tensor_parallel_size": np.int64(1), "enable_sleep_mode": np.False_, "cpu_offload_gb": 0.0})
+        check_arguments({"tensor_parallel_size": np.int64(1), "enable_prompt_embeds": np.False_, "cpu_offload_gb": 0.0})
         == []
     )
 
