@@ -19,7 +19,7 @@ from tiny_models import TinyModel, write_checkpoint
 
 from llm.llm import EMBEDDED_MODEL
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 # vLLM's attention on a CPU takes a head_dim of 32 and up. The vocabulary is that of the embedded model's tokenizer.
 _SIZES: Mapping[str, Any] = {
     "vocab_size": 2304,

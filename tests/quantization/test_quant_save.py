@@ -30,7 +30,7 @@ from tiny_models import (
 
 from llm import LLM, SamplingParams
 from llm.errors import LLMError, ValidationError
-from llm.kernels.reference.quantize_forms import quantize_weight_as
+from llm.kernels.reference.quantize_weight import quantize_weight_as
 from llm.kernels.reference.rotation import rotate
 from llm.loading.saved_formats import stored_layers
 from llm.quantization.quantizer import IntegerWeight
