@@ -282,8 +282,11 @@ class LLM:
         self._preprocessor = Preprocessor(self.config.model_config, built.engine.tokenizer, built.engine.eos_token_ids)
         self._preprocessor.reasoning = self.config.reasoning_config
         self._preprocessor.logits_processors = built.plan.logits_processors
+        hidden_size = int(getattr(built.plan.architecture, "hidden_size", 0))
         self._preprocessor.images = (
-            images_of(built.plan.source.folder, built.plan.hf_config, self._args) if built.plan.has_weights else None
+            images_of(built.plan.source.folder, built.plan.hf_config, self._args, hidden_size)
+            if built.plan.has_weights
+            else None
         )
         self._preprocessor.sites = built.engine.runner.sites
         if prefix_cache is not None:

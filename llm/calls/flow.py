@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _AHEAD = 2
 # No row is started this many times max_num_seqs after the first unfinished one: so many outputs may wait for it.
 _SPREAD = 16
-# Prompts that are tokenized together.
-_BATCH = 256
+# Prompts that are tokenized together; fewer where they may have images, which are read meanwhile.
+_BATCH, _BATCH_WITH_IMAGES = 256, 32
 
 # An entry of a batch: a row to run, or the output of one that needs no run.
 Entry = AnyRow | RequestOutput
@@ -199,6 +199,11 @@ def _is_dropped(state: PromptState) -> bool:
     return any(completion.request.finish_reason == "abort" for completion in state.completions)
 
 
+def prompts_at_once(llm: LLM) -> int:
+    """How many prompts are read together."""
+    return _BATCH if llm._preprocessor.images is None else _BATCH_WITH_IMAGES
+
+
 def prompt_batches(
     llm: LLM,
     prompts: object,
@@ -219,7 +224,7 @@ def prompt_batches(
         call, first, _ = llm._preprocessor.new_call()
         error: Exception | None = None
         while error is None:
-            batch, error = _read(given)
+            batch, error = _read(given, prompts_at_once(llm))
             if not batch:
                 break
             per_row = _next_params(params, len(batch), first)
@@ -242,11 +247,11 @@ def prompt_batches(
     return batches()
 
 
-def _read(prompts: Iterator[object]) -> tuple[list[object], Exception | None]:
+def _read(prompts: Iterator[object], most: int) -> tuple[list[object], Exception | None]:
     """The next prompts, and the error that ended them, if one did."""
     batch: list[object] = []
     try:
-        for prompt in islice(prompts, _BATCH):
+        for prompt in islice(prompts, most):
             batch.append(prompt)
     except Exception as error:
         return batch, error

@@ -7,7 +7,7 @@ of pixels and settings: everything else that schedules, counts or shares tokens 
 from __future__ import annotations
 
 import hashlib
-import json
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from threading import Lock
-from typing import NoReturn
+from threading import Condition, Lock
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ import torch
 from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.config.engine import EngineArgs
+from llm.engine.image_embeds import EMBEDS, ImageEmbeds, embeds_of
 from llm.engine.prompts import ParsedPrompt, PromptMedia
 from llm.engine.rows import Row
 from llm.engine.step import RowImage, RowImages
@@ -31,14 +32,25 @@ from llm.errors import LLMError, ValidationError
 from llm.loading.model_files import check_small_files, read_json
 from llm.models.vision.both_ways import sees_both_ways, spans_of
 from llm.models.vision.processor import FILES, PictureProcessor, Processed
+from llm.models.vision.tower import tower_has_axes
 from llm.text.images import NAME, MediaLimits, Picture, bad_picture, from_url, read_picture
 from llm.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Result = TypeVar("Result")
+logger = logging.getLogger("llm")
+
+# Of a picture whose tokens show what stands around and between them.
+_USUAL_SIZE = (448, 336)
 # Ids from here on are no vocabulary's.
 RESERVED = 1 << 62
-# Of processed pictures that are kept until their prompt runs; others are processed again.
-_KEPT_BYTES = 1 << 30
+# Of pictures that are processed before their prompts run.
+_AHEAD_BYTES = 1 << 29
 _KEPT_UUIDS = 1 << 16
+_KEPT_TEXTS = 1 << 14
+_TAKEN = 1 << 12
 _THREADS = 4
 # Keys of config.json with the tokens that stand for images, or begin one.
 _TOKENS = ("image_token_id", "image_token_index", "boi_token_index")
@@ -47,11 +59,14 @@ _CONFIG_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class _Read:
-    """A picture that was read and processed."""
+    """A picture that was read. `text`, `ids`: what stands for it in the prompt; `source`: what features are made of.
 
-    picture: Picture
+    text: None: not known, of features that the user computed.
+    """
+
+    source: Picture | ImageEmbeds
     key: bytes
-    text: str
+    text: str | None
     ids: list[int]
 
 
@@ -62,6 +77,7 @@ class PromptImages:
         folder: the model's, with the files of its processor.
         config: the decoded config.json.
         options: `mm_processor_kwargs` of all prompts.
+        hidden_size: of the language model.
     """
 
     def __init__(
@@ -71,20 +87,23 @@ class PromptImages:
         make_tokenizer: Callable[[], Tokenizer] | None,
         limits: MediaLimits,
         options: Mapping[str, object],
+        hidden_size: int = 0,
     ) -> None:
         self._folder, self._config, self._make_tokenizer = folder, config, make_tokenizer
         self.limits = limits
         self._options = dict(options)
-        self._has_axes = "mrope_section" in json.dumps(config, default=str)
         self._both_ways = sees_both_ways(config)
+        self._hidden_size = hidden_size
+        deep = config["vision_config"].get("deepstack_visual_indexes") or ()
+        self._depth = len(deep) if isinstance(deep, list | tuple) else 0
         text = config.get("text_config")
         window = text.get("sliding_window") if isinstance(text, Mapping) else None
         self._window = window if isinstance(window, int) else 0
-        self._kept: OrderedDict[bytes, Processed] = OrderedDict()
-        self._kept_bytes = 0
+        self._texts: OrderedDict[tuple[tuple[int, int], bytes], str] = OrderedDict()
         self._lock = Lock()
         self._uuids: OrderedDict[str, Picture] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
+        self._ahead = Ahead(self._submit)
 
     @cached_property
     def processor(self) -> PictureProcessor:
@@ -97,6 +116,10 @@ class PromptImages:
             return PictureProcessor(self._folder, self._config, self._make_tokenizer().huggingface(), settings)
         except LLMError as error:
             raise ValidationError(str(error), parameter=NAME) from error
+
+    @cached_property
+    def _has_axes(self) -> bool:
+        return tower_has_axes(str(self._config.get("model_type")))
 
     def _settings(self, name: str) -> JsonObject:
         path = self._folder / name
@@ -111,9 +134,13 @@ class PromptImages:
 
     def start(self, media: PromptMedia) -> Future[list[_Read]]:
         """Read and process the pictures of a prompt, in a thread."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="llm-images")
-        return self._pool.submit(self._read_all, media)
+        return self._submit(partial(self._read_all, media))
+
+    def _submit(self, work: Callable[[], Result]) -> Future[Result]:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="llm-images")
+            return self._pool.submit(work)
 
     def prompt_of_row(self, prompt: object, sources: list[object]) -> object:
         """A job's prompt with images, which stand before its text if that says no place for them."""
@@ -124,6 +151,7 @@ class PromptImages:
         return {"prompt": text, "multi_modal_data": {"image": sources}}
 
     def close(self) -> None:
+        self._ahead.close()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
@@ -134,15 +162,27 @@ class PromptImages:
         plain: the text has its special tokens.
         """
         self._check_count(text.count(self.processor.placeholder), len(read))
-        return self.processor.whole_ids(text, [item.text for item in read], plain=plain)
+        return self.processor.whole_ids(text, self._texts_of(read), plain=plain)
+
+    def _texts_of(self, read: Sequence[_Read]) -> list[str]:
+        texts = [item.text for item in read if item.text is not None]
+        if len(texts) < len(read):
+            kind = self._config.get("model_type")
+            raise bad_picture(
+                f"{kind} has other tokens between those of an image: with image_embeds pass prompt_token_ids that have "
+                "all tokens of the images"
+            )
+        return texts
 
     def ids_of(self, token_ids: Sequence[int], read: Sequence[_Read]) -> list[int]:
         """The same of token ids, where each picture is one placeholder; or all of its tokens already."""
         processor, wanted = self.processor, sum(self._count(item) for item in read)
         places = [index for index, token in enumerate(token_ids) if token == processor.placeholder_id]
-        if len(places) != len(read) and token_ids.count(processor.token_id) == wanted:
+        is_own = processor.token_id == processor.placeholder_id  # then one is both
+        if token_ids.count(processor.token_id) == wanted and not (is_own and wanted == len(read)):
             return list(token_ids)
         self._check_count(len(places), len(read))
+        self._texts_of(read)
         found, start = [], 0
         for place, item in zip(places, read, strict=True):
             found += [*token_ids[start:place], *item.ids]
@@ -166,7 +206,7 @@ class PromptImages:
         for item, count in zip(read, counts, strict=True):
             own = places[start : start + count]
             reserved[own] = reserved_ids(item.key, count)
-            images.append(RowImage(item.key, own, partial(self._inputs, item.picture, len(read), dict(options))))
+            images.append(RowImage(item.key, own, self._loading(item, dict(options))))
             start += count
         if self._has_axes:
             self._check_apart(images)
@@ -217,13 +257,14 @@ class PromptImages:
         options, found = self.options_of(media), []
         for index, source in enumerate(media.images):
             try:
-                found.append(self._read(source, media.uuid(index), options, len(media.images)))
+                own = self._read_embeds(source) if isinstance(source, ImageEmbeds) else None
+                found.append(own or self._read(source, media.uuid(index), options))
             except ValidationError as error:
                 where = f"image {index}: " if len(media.images) > 1 else ""
                 raise ValidationError(f"{where}{error}", parameter=NAME) from error
         return found
 
-    def _read(self, source: object, uuid: str | None, options: Mapping[str, object], count: int) -> _Read:
+    def _read(self, source: object, uuid: str | None, options: Mapping[str, object]) -> _Read:
         picture, image = self._known(uuid), None
         if source is not None:
             before = picture
@@ -234,43 +275,76 @@ class PromptImages:
             _refuse_nothing(uuid)
         if uuid is not None:
             self._remember(uuid, picture)
-        key = self._key(picture, count, options)
-        processed = self._found(key)
-        if processed is None:
-            image = picture.open(self.limits) if image is None else image
-            processed = self.processor.process(image, options, count)
-            self._keep(key, processed)
-        read = _Read(picture, key, processed.text, self.processor.ids(processed.text))
+        settings = self.processor.digest_of(options)
+        key = hashlib.sha256(picture.digest + settings).digest()
+        text = self._text_of(picture, image, key, settings, options)
+        return self._checked(_Read(picture, key, text, self.processor.ids(text)))
+
+    def _text_of(
+        self, picture: Picture, image: Image | None, key: bytes, settings: bytes, options: Mapping[str, object]
+    ) -> str:
+        """What stands for the picture in a prompt: pictures of one size have the same."""
+        place = picture.size, settings
+        with self._lock:
+            text = self._texts.get(place)
+        if text is None:
+            processed = self.processor.process(picture.open(self.limits) if image is None else image, options)
+            self._ahead.keep(key, processed)
+            text = processed.text
+            with self._lock:
+                self._texts[place] = text
+                if len(self._texts) > _KEPT_TEXTS:
+                    self._texts.popitem(last=False)
+        return text
+
+    def _read_embeds(self, embeds: ImageEmbeds) -> _Read:
+        """Features that the user computed, each in the place of one of the model's tokens for images."""
+        embeds.check(self._hidden_size, self._depth)
+        if self._has_axes and embeds.grid is None:
+            raise bad_picture("image_embeds of this model need image_grid_thw: its tokens have three positions")
+        count = len(embeds.rows)
+        if self._around is None:
+            return _Read(embeds, embeds.key, None, [self.processor.token_id] * count)
+        text = self._token.join([self._around[0], *[""] * (count - 1), self._around[1]])
+        return _Read(embeds, embeds.key, text, self.processor.ids(text))
+
+    @cached_property
+    def _token(self) -> str:
+        found = self.processor.text_of_id(self.processor.token_id)
+        if self.processor.ids(found) != [self.processor.token_id]:
+            raise bad_picture("image_embeds are not read: the model's token for images has no text")
+        return found
+
+    @cached_property
+    def _around(self) -> tuple[str, str] | None:
+        """What stands before and after a picture's tokens; None: there is something between them too."""
+        from PIL import Image
+
+        text = self.processor.process(Image.new("RGB", _USUAL_SIZE), self._options).text
+        first, *between, last = text.split(self._token)
+        return None if any(between) else (first, last)
+
+    def _checked(self, read: _Read) -> _Read:
         if not self._count(read):
             raise bad_picture(
                 f"{self._config.get('model_type')} is not read: its processor writes no token where features would be"
             )
         return read
 
-    def _key(self, picture: Picture, count: int, options: Mapping[str, object]) -> bytes:
-        alone = count == 1
-        return hashlib.sha256(picture.digest + self.processor.digest_of({**options, " alone": alone})).digest()
+    def _loading(self, item: _Read, options: Mapping[str, object]) -> Callable[[], dict[str, torch.Tensor]]:
+        """What makes the tower's inputs; begun before its prompt runs, where memory allows."""
+        source = item.source
+        if isinstance(source, ImageEmbeds):
+            return source.inputs
 
-    def _inputs(self, picture: Picture, count: int, options: Mapping[str, object]) -> dict[str, torch.Tensor]:
-        """Of the tower; made again if they are not kept."""
-        processed = self._found(self._key(picture, count, options))
-        return (processed or self.processor.process(picture.open(self.limits), options, count)).inputs
-
-    def _found(self, key: bytes) -> Processed | None:
-        with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
+        def processed() -> Processed:
+            found = self.processor.process(source.open(self.limits), options)
+            if found.text != item.text:
+                raise LLMError(f"the processor cuts images of {source.size} in more than one way.")
             return found
 
-    def _keep(self, key: bytes, processed: Processed) -> None:
-        with self._lock:
-            if key in self._kept:
-                return
-            self._kept[key] = processed
-            self._kept_bytes += processed.nbytes
-            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-                self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+        self._ahead.want(item.key, processed)
+        return lambda: self._ahead.take(item.key, processed).inputs
 
     def _known(self, uuid: str | None) -> Picture | None:
         with self._lock:
@@ -283,14 +357,91 @@ class PromptImages:
                 self._uuids.popitem(last=False)
 
 
-def images_of(folder: Path, config: JsonObject, args: EngineArgs) -> PromptImages | None:
+class Ahead:
+    """Pictures that are processed in threads before their prompts run, in the order of these, in bounded memory.
+
+    Args:
+        submit: runs work in a thread.
+    """
+
+    def __init__(self, submit: Callable[[Callable[[], None]], object]) -> None:
+        self._submit = submit
+        self._lock = Condition()
+        self._wanted: OrderedDict[bytes, Callable[[], Processed]] = OrderedDict()
+        self._running: set[bytes] = set()
+        self._kept: OrderedDict[bytes, Processed] = OrderedDict()
+        self._bytes = 0
+        self._taken: OrderedDict[bytes, None] = OrderedDict()  # whose features the runner may still have
+
+    def want(self, key: bytes, work: Callable[[], Processed]) -> None:
+        with self._lock:
+            if not any(key in known for known in (self._kept, self._running, self._taken)):
+                self._wanted[key] = work
+        self._start()
+
+    def keep(self, key: bytes, processed: Processed) -> None:
+        """What was processed already, if there is room."""
+        with self._lock:
+            if key not in self._kept and self._bytes < _AHEAD_BYTES:
+                self._add(key, processed)
+
+    def take(self, key: bytes, work: Callable[[], Processed]) -> Processed:
+        """The picture, which is not kept any longer; processed now if it is not yet."""
+        with self._lock:
+            while key in self._running:
+                self._lock.wait()
+            found = self._kept.pop(key, None)
+            self._wanted.pop(key, None)
+            self._taken[key] = None
+            if len(self._taken) > _TAKEN:
+                self._taken.popitem(last=False)
+            if found is not None:
+                self._bytes -= found.nbytes
+            elif self._kept and self._bytes >= _AHEAD_BYTES:  # what prompts that were dropped left behind
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        self._start()
+        return work() if found is None else found
+
+    def close(self) -> None:
+        with self._lock:
+            self._wanted.clear()
+            self._kept.clear()
+            self._bytes = 0
+
+    def _start(self) -> None:
+        with self._lock:
+            while self._wanted and len(self._running) < _THREADS and self._bytes < _AHEAD_BYTES:
+                key, work = self._wanted.popitem(last=False)
+                self._running.add(key)
+                self._submit(partial(self._process, key, work))
+
+    def _process(self, key: bytes, work: Callable[[], Processed]) -> None:
+        processed = None
+        try:
+            processed = work()
+        except LLMError:  # `take` meets it again
+            logger.debug("a picture was not processed ahead", exc_info=True)
+        finally:
+            with self._lock:
+                self._running.discard(key)
+                if processed is not None:
+                    self._add(key, processed)
+                self._lock.notify_all()
+        self._start()
+
+    def _add(self, key: bytes, processed: Processed) -> None:
+        self._kept[key] = processed
+        self._bytes += processed.nbytes
+
+
+def images_of(folder: Path, config: JsonObject, args: EngineArgs, hidden_size: int = 0) -> PromptImages | None:
     """What reads pictures for the model in this folder; None: it has no vision tower. Raises `ValidationError` for
     limits."""
     limits = MediaLimits.of(args.limit_mm_per_prompt, args.allowed_local_media_path)
     if not isinstance(config.get("vision_config"), Mapping):
         return None
     make = None if args.skip_tokenizer_init else partial(Tokenizer, folder, args.chat_template)
-    return PromptImages(folder, config, make, limits, args.mm_processor_kwargs or {})
+    return PromptImages(folder, config, make, limits, args.mm_processor_kwargs or {}, hidden_size)
 
 
 def without_images(
@@ -311,14 +462,17 @@ def without_images(
                 f"a part of type {kind!r} is not read; of a video pass the frames, as parts of type 'image_pil'.",
                 parameter="messages",
             )
-        if not isinstance(part, Mapping) or kind not in ("image_url", "image_pil", "image"):
+        if not isinstance(part, Mapping) or kind not in ("image_url", "image_pil", "image", EMBEDS):
             return part
         if images is None:
             raise ValidationError(f"{NO_TOWER}.", parameter="messages")
         uuid = part.get("uuid")
         if not isinstance(uuid, str | None):
             raise bad_picture(f"the uuid of an image must be a string, got {type(uuid).__name__}")
-        sources.append(_source_of(part.get(kind), str(kind), uuid, images.limits))
+        if kind == EMBEDS:
+            sources.append(_one_embeds(part.get(kind)))
+        else:
+            sources.append(_source_of(part.get(kind), str(kind), uuid, images.limits))
         uuids.append(uuid)
         return {"type": "image", "text": images.processor.placeholder}
 
@@ -332,8 +486,15 @@ def without_images(
     return found, PromptMedia(sources, tuple(uuids) if any(uuids) else (), is_rendered=True)
 
 
-_NOT_READ = ("video", "video_url", "input_audio", "audio", "audio_url", "image_embeds", "file")
+_NOT_READ = ("video", "video_url", "input_audio", "audio", "audio_url", "file")
 NO_TOWER = "this model reads no images: its checkpoint has no vision tower"
+
+
+def _one_embeds(value: object) -> ImageEmbeds:
+    found = embeds_of(value if isinstance(value, Mapping) else {EMBEDS: value})
+    if len(found) != 1:
+        raise bad_picture(f"a part of type {EMBEDS!r} must have the features of one image, has those of {len(found)}")
+    return found[0]
 
 
 def _source_of(value: object, kind: str, uuid: str | None, limits: MediaLimits) -> object:

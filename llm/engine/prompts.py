@@ -15,6 +15,7 @@ from llm.base.checks import check_flag, check_integer, refuse
 from llm.base.suggestions import NOT_TEXT
 from llm.base.text import show
 from llm.base.types import JsonObject
+from llm.engine.image_embeds import embeds_of, is_embeds
 from llm.errors import ValidationError, nearest
 from llm.text.images import list_images
 from llm.text.tokenizer import Truncation
@@ -206,12 +207,15 @@ def _parse_media(prompt: Mapping[str, object]) -> PromptMedia | None:
     for key in (*given, *names):
         if key != "image":
             raise _bad_prompt("the keys of 'multi_modal_data'", repr(key), f"'image': {_NOT_READ}")
-    images, named = list_images(given.get("image")), names.get("image")
+    named = names.get("image")
+    images: list[object] = []
+    for item in list_images(given.get("image")):
+        images += embeds_of(item) if isinstance(item, Mapping) and is_embeds(item) else [item]
     listed = [named] if isinstance(named, str) else list(named or ())
     if not all(isinstance(item, str | None) for item in listed):
         raise _bad_prompt("'multi_modal_uuids'", show(named), "a string or None for each image")
     if listed and not images:
-        images = [None] * len(listed)
+        images += [None] * len(listed)
     if listed and len(listed) != len(images):
         raise _bad_prompt("'multi_modal_uuids'", f"{len(listed)}", f"as many as there are images ({len(images)})")
     return PromptMedia(images, tuple(listed), dict(options or {})) if images else None  # type: ignore[call-overload]

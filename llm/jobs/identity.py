@@ -135,7 +135,7 @@ def pooling_identity(plan: PoolingPlan | None) -> JsonObject:
 
 
 def row_key(row: AnyRow, model: Mapping[str, object]) -> str:
-    """SHA-256 over the tokens of a row, its parameters and the model's identity.
+    """SHA-256 over the tokens of a row, its images, its parameters and the model's identity.
 
     Raises:
         ValidationError: a parameter is an object that cannot be written down.
@@ -149,6 +149,8 @@ def row_key(row: AnyRow, model: Mapping[str, object]) -> str:
         of_row.append(row.adapter.digest)
     if row.pooling is not None:
         of_row.append(plain(row.pooling))
+    if row.images is not None:
+        of_row.append([image.key.hex() for image in row.images.images])
     return hashlib.sha256(_json(of_row)).hexdigest()
 
 

@@ -22,7 +22,7 @@ from llm.base.checks import check_choice, check_flag, refuse
 from llm.base.text import clip, list_names, quote
 from llm.base.types import JsonObject
 from llm.calls.arguments import adapters_of
-from llm.calls.flow import Entry, Flow
+from llm.calls.flow import Entry, Flow, prompts_at_once
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, output_without_run
 from llm.engine.progress import Progress, check_use_tqdm
@@ -64,7 +64,6 @@ from llm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from llm.llm import LLM
 
-_BATCH = 256  # prompts
 _PARTIALS_SECONDS = 10.0
 
 
@@ -336,7 +335,7 @@ class Job:
 def keyed_rows(llm: LLM, plan: JobPlan) -> Iterator[list[tuple[str, str, Sequence[AnyRow]]]]:
     """The rows of the file in batches: the place of each, its key, and what it is for the engine."""
     maker, numbered = Maker(plan.rows, plan.on_too_long, plan.shard.count), plan.numbered()
-    while batch := _next(numbered):
+    while batch := _next(numbered, prompts_at_once(llm)):
         with llm._exclusive():
             rows = maker.make(llm, llm._open_engine(), batch)
         places = {index: read.place for index, read in batch}
@@ -352,10 +351,9 @@ def _keyed(rows: Sequence[AnyRow], identity: Mapping[str, object]) -> tuple[str,
     return rows_key(rows, identity), rows
 
 
-def _next(numbered: Iterator[tuple[int, Read]]) -> list[tuple[int, Read]]:
-    """The next rows, that have about `_BATCH` prompts."""
+def _next(numbered: Iterator[tuple[int, Read]], room: int) -> list[tuple[int, Read]]:
+    """The next rows, that have about `room` prompts."""
     batch: list[tuple[int, Read]] = []
-    room = _BATCH
     while room > 0 and (item := next(numbered, None)) is not None:
         batch.append(item)
         room -= num_prompts(item[1].row)

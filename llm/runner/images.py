@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from llm.engine.image_embeds import EMBEDS, GRID
 from llm.engine.step import NewRow, RowImage, RowImages, SchedulerOutput
 from llm.errors import LLMError
 from llm.forward import ForwardBatch, ImageTokens
@@ -68,6 +69,7 @@ class ImageRows:
         make_tower: loads the vision tower.
         groups: per state of the model, the group of its blocks; None: its layer lets no token see those after it.
         pad: the id that the language model gets in the places of features.
+        hidden_size: of the language model.
         multiplier: of features, where the language model multiplies its embeddings after pictures are among them.
     """
 
@@ -77,8 +79,10 @@ class ImageRows:
         groups: Sequence[int | None] = (),
         multiplier: float = 1.0,
         pad: int = 0,
+        hidden_size: int = 0,
     ) -> None:
         self._pad = pad
+        self._hidden_size = hidden_size
         self._make_tower: Callable[[], VisionTower] | None = make_tower
         self._groups = groups
         self._tower: VisionTower | None = None
@@ -182,7 +186,8 @@ class ImageRows:
     def _row(self, new: NewRow, images: RowImages) -> _Row:
         known = [self._known(image) for image in images.images]
         positions = None
-        if self.tower.has_axes:
+        # Given features that come without sizes are of a model whose tokens have one position.
+        if any(GRID in item.sizes for item in known) or (self._tower is not None and self.tower.has_axes):
             prompt = new.token_ids[: new.num_prompt_tokens]
             positions = self.tower.positions(prompt, [item.sizes for item in known]).numpy()
         return _Row(images, known, positions)
@@ -193,7 +198,7 @@ class ImageRows:
             self._features.move_to_end(image.key)
             return found
         inputs = image.load()
-        features = self.tower.features(inputs)
+        features = self._given(inputs[EMBEDS]) if EMBEDS in inputs else self.tower.features(inputs)
         if len(features.rows) != len(image.places):
             raise LLMError(
                 f"the vision tower makes {len(features.rows)} features of an image that has {len(image.places)} tokens "
@@ -201,10 +206,15 @@ class ImageRows:
             )
         if self._multiplier != 1.0:
             features = Features(features.rows * self._multiplier, features.deep)
-        sizes = {name: value for name, value in inputs.items() if value.numel() <= _SMALL}
+        sizes = {name: value for name, value in inputs.items() if value.numel() <= _SMALL and name != EMBEDS}
         self._width = features.rows.shape[-1]
         found = self._features[image.key] = _Known(features, sizes)
         self._bytes += features.nbytes
         while self._bytes > KEPT_BYTES and len(self._features) > 1:
             self._bytes -= self._features.popitem(last=False)[1].features.nbytes
         return found
+
+    def _given(self, rows: torch.Tensor) -> Features:
+        """What the user computed: [tokens, hidden size], with those of further layers behind."""
+        first, *deep = rows.split(self._hidden_size, dim=1)
+        return Features(first.contiguous(), tuple(part.contiguous() for part in deep))

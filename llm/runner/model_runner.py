@@ -578,7 +578,8 @@ class ModelRunner:
         pad = text.get("pad_token_id") if isinstance(text, Mapping) else None
         pad = pad if isinstance(pad, int) and 0 <= pad < config.model_config.vocab_size else 0
         multiplier = feature_multiplier(self.plan.hf_config, self.plan.architecture)
-        self.images = ImageRows(self._make_tower, both_ways, multiplier, pad)
+        hidden_size = int(getattr(self.plan.architecture, "hidden_size", 0))
+        self.images = ImageRows(self._make_tower, both_ways, multiplier, pad, hidden_size)
         self._vocab_size = config.model_config.vocab_size
         self._logit_rows_at_once = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
         device, custom = self.platform.device, self.plan.logits_processors

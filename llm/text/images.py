@@ -403,16 +403,3 @@ def list_images(given: object) -> list[object]:
         return list(given)
     batch: Foreign = given
     return list(batch) if getattr(batch, "ndim", 0) == 4 else [given]
-
-
-def list_frames(given: object, limits: MediaLimits) -> list[object]:
-    """The frames of a video: a list of images, or an array [frames, H, W, C]."""
-    frames = list_images(given)
-    if frames == [given]:
-        frames = []
-    if not frames:
-        raise bad_picture("a video must be a list of its frames, or an array [frames, H, W, C]; files are not read")
-    most = limits.frames or MOST_FRAMES
-    if len(frames) > most:
-        raise bad_picture(f"the video has {len(frames)} frames and at most {most} are read")
-    return frames

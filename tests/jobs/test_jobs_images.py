@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import images
 
 from llm import LLM, SamplingParams
-from llm.errors import ValidationError
+from llm.errors import JobError, JobInterrupted, ValidationError
 
 pytest.importorskip("PIL")
 SHORT = SamplingParams(temperature=0, max_tokens=4)
@@ -96,6 +97,48 @@ def test_parts_of_a_batch(llm: LLM, pages: Path, tmp_path: Path) -> None:
     errors = [row["error"]["message"] for row in rows[1:]]
     for error, said in zip(errors, ("cannot be decoded", "on a network", "allowed_local_media_path"), strict=True):
         assert said in error
+
+
+def test_a_job_that_was_ended_goes_on_with_the_same_pictures_alone(
+    llm: LLM, pages: Path, tmp_path: Path, ctrl_c: None
+) -> None:
+    (pages / "in.jsonl").write_text("".join(f'{{"prompt": "a", "page": "{index}.png"}}\n' for index in range(3)))
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+    def run(name: str, **more: Any) -> bytes:
+        options = {"image_column": "page", "use_tqdm": False, **more}
+        return llm.run(pages / "in.jsonl", tmp_path / name, params, **options).output.read_bytes()
+
+    whole, execute, steps = run("whole.jsonl"), llm._engine.runner.execute, []
+
+    def hooked(plan: Any) -> Any:
+        steps.append(plan)
+        if len(steps) == 8:
+            signal.raise_signal(signal.SIGINT)
+        return execute(plan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm._engine.runner, "execute", hooked)
+        with pytest.raises(JobInterrupted):
+            run("out.jsonl")
+    images.picture(53, 37, seed=5).save(pages / "0.png")
+    with pytest.raises(JobError, match="is not the one that the journal"):
+        run("out.jsonl", resume=True)
+    images.PICTURES[0].save(pages / "0.png")
+    assert run("out.jsonl", resume=True) == whole
+
+
+def test_a_checkpoint_of_a_call_knows_rows_by_their_pictures(llm: LLM, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, seed=1, ignore_eos=True)
+
+    def ask(picture: Any, **more: Any) -> list[int]:
+        prompt = {"prompt": "<image>what", "multi_modal_data": {"image": picture}}
+        return list(llm.generate(prompt, params, use_tqdm=False, **more)[0].outputs[0].token_ids)
+
+    first, second = images.PICTURES[0], images.picture(53, 37, seed=5)
+    assert ask(first) != ask(second)
+    for picture in (first, second, first):
+        assert ask(picture, checkpoint=tmp_path / "calls") == ask(picture)
 
 
 def test_a_model_without_a_tower_refuses_the_column(pages: Path, tmp_path: Path) -> None:

@@ -632,7 +632,7 @@ def worst(name: str, llm: LLM, model: Any, prompt: Mapping[str, Any], output: An
     if images:
         own = llm._preprocessor.images
         for index, image in enumerate(images):  # one at a time gives the pixels of all together
-            found = own.processor.process(image, {}, len(images)).inputs
+            found = own.processor.process(image, {}).inputs
             for key in ("pixel_values", "image_grid_thw"):
                 if key in found and len(images) == 1:
                     assert torch.equal(found[key], inputs[key]), f"{key} of image {index}"

@@ -211,6 +211,62 @@ def test_other_calls_take_pictures(llm: LLM) -> None:
     assert [own.token_ids for own in drawn.outputs] == [own.token_ids for own in one.outputs]
 
 
+def features_of(llm: LLM, picture: Any) -> dict[str, torch.Tensor]:
+    """What the tower makes of a picture, as a user has it."""
+    inputs = llm._preprocessor.images.processor.process(picture, {}).inputs
+    found = llm._engine.runner.images.tower.features(inputs)
+    grid = {"image_grid_thw": inputs["image_grid_thw"]} if "image_grid_thw" in inputs else {}
+    return {"image_embeds": torch.cat([found.rows, *found.deep], 1), **grid}
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "idefics3"])
+def test_features_that_the_user_computed_are_those_of_the_picture(name: str, tmp_path: Path) -> None:
+    images.write(name, tmp_path)
+    mark, pictures = images.wrapped(name), list(images.PICTURES[:2])
+    with LLM(tmp_path, use_tqdm_on_load=False) as llm:
+        prompt = {"prompt": f"a {mark} b {mark}", "multi_modal_data": {"image": pictures}}
+        (expected,) = llm.generate(prompt, SHORT, use_tqdm=False)
+        first, second = (features_of(llm, picture) for picture in pictures)
+        whole = {"prompt_token_ids": expected.prompt_token_ids, "multi_modal_data": {"image": pictures}}
+        assert llm.generate(whole, SHORT, use_tqdm=False)[0].outputs[0].token_ids == expected.outputs[0].token_ids
+    forms: list[Any] = [[first, second], [first, pictures[1]], {key: [first[key], second[key]] for key in first}]
+    if name == "qwen3_vl":
+        forms[2] = {key: torch.cat([first[key], second[key]]) for key in first}
+    with LLM(tmp_path, use_tqdm_on_load=False) as llm:
+        for form in forms:
+            text: dict[str, Any] = {"prompt": prompt["prompt"]}
+            if name == "idefics3":
+                with pytest.raises(ValidationError, match="pass prompt_token_ids"):
+                    llm.generate({**text, "multi_modal_data": {"image": form}}, SHORT, use_tqdm=False)
+                text = {"prompt_token_ids": expected.prompt_token_ids}
+            (output,) = llm.generate({**text, "multi_modal_data": {"image": form}}, SHORT, use_tqdm=False)
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+            assert output.prompt_token_ids == expected.prompt_token_ids
+        other = {**first, "image_embeds": first["image_embeds"] + 0.5}
+        (output,) = llm.generate({**text, "multi_modal_data": {"image": [other, second]}}, SHORT, use_tqdm=False)
+        assert output.outputs[0].token_ids != expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"image_embeds": torch.zeros(4, 47)}, "47 channels and the model has 48"),
+        ({"image_embeds": torch.zeros(4, 48)}, "need image_grid_thw"),
+        ({"image_embeds": torch.zeros(4), "image_grid_thw": [1, 4, 4]}, r"floats \[tokens, channels\]"),
+        ({"image_embeds": torch.full((4, 48), torch.nan)}, "not finite"),
+        ({"image_embeds": "AAAA"}, "a pickled one is not read"),
+        ({"image_embeds": torch.zeros(4, 48), "grid": 1}, "got 'grid'"),
+    ],
+)
+def test_features_that_do_not_fit_are_refused(llm: LLM, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        ask(llm, given)
+    with pytest.raises(ValidationError, match=said):
+        llm.chat(
+            [{"role": "user", "content": [{"type": "image_embeds", "image_embeds": given}]}], SHORT, use_tqdm=False
+        )
+
+
 def test_a_uuid_stands_for_a_picture_that_came_before(llm: LLM) -> None:
     named = {"multi_modal_uuids": {"image": "page 1"}}
     assert ask(llm, PICTURE, **named) == ask(llm, None, **named)

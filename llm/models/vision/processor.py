@@ -109,12 +109,15 @@ class PictureProcessor:
             f"{self.settings}{json.dumps(dict(options), sort_keys=True, default=str)}".encode()
         ).digest()
 
-    def process(self, picture: Image, options: Mapping[str, object], count: int = 1) -> Processed:
+    def text_of_id(self, token_id: int) -> str:
+        found: Theirs = self._tokenizer.convert_ids_to_tokens(token_id)
+        return found if isinstance(found, str) else ""
+
+    def process(self, picture: Image, options: Mapping[str, object]) -> Processed:
         """A picture in the RGB mode.
 
         Args:
             options: `mm_processor_kwargs`.
-            count: how many pictures its prompt has: some families cut the only picture of a prompt finer.
 
         Raises:
             ValidationError: the processor cannot take the picture, or an option.
@@ -134,8 +137,7 @@ class PictureProcessor:
                 **dict(options),
             )["images_kwargs"]
             merged["return_tensors"] = "pt"
-            pictures = [picture] * (2 if count > 1 and self._family in _FINER_ALONE else 1)
-            found, texts = self._theirs._process_images(self._nested(pictures), **merged)
+            found, texts = self._theirs._process_images([picture], **merged)
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, NotImplementedError) as error:
             reason = clip(" ".join(str(error).split()), 200) or type(error).__name__
             size = "x".join(map(str, picture.size))
@@ -145,8 +147,6 @@ class PictureProcessor:
             ) from error
         unused = {*self._theirs.unused_input_names, *_NOT_FOR_TOWERS}
         inputs = {name: _tensor(value) for name, value in found.items() if name not in unused}
-        if len(pictures) > 1:
-            inputs = {name: value[: len(value) // 2] for name, value in inputs.items()}
         return Processed({name: value for name, value in inputs.items() if value.numel()}, texts[0])
 
     def _known_options(self) -> frozenset[str]:
@@ -157,23 +157,12 @@ class PictureProcessor:
         of_images = getattr(self._theirs.image_processor, "valid_kwargs", of_class)
         return frozenset({*of_class.__annotations__, *of_images.__annotations__}) - {"return_tensors", "device"}
 
-    def _nested(self, pictures: Sequence[Image]) -> Sequence[object]:
-        return [list(pictures)] if self._family in _NESTED else pictures
-
     def _placeholder(self) -> str:
         for name in ("image_token", "boi_token"):
-            if self._family in _BEGINS and name == "image_token":
-                continue
             found = getattr(self._theirs, name, None)
             if isinstance(found, str) and len(self.ids(found)) == 1:
                 return found
         raise UnsupportedModelError(f"the processor of {self._family} has no token that stands for an image.")
-
-
-# Families whose text has another token for a picture than the one with features.
-_BEGINS: frozenset[str] = frozenset()
-_NESTED: frozenset[str] = frozenset()
-_FINER_ALONE: frozenset[str] = frozenset()
 
 
 def _build(folder: Path, family: str, settings: Mapping[str, JsonObject], tokenizer: PreTrainedTokenizerBase) -> Theirs:

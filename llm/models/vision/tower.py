@@ -8,6 +8,7 @@ that these depend on nothing else.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +55,16 @@ def known_tower(model_type: str) -> str | None:
 
     found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
     return found if isinstance(found, str | None) else found[0]
+
+
+def tower_has_axes(model_type: str) -> bool:
+    """Whether tokens of models of this type have three positions."""
+    import transformers
+
+    name = known_tower(model_type)
+    cls = None if name is None else getattr(transformers, name, None)
+    own = vars(sys.modules[cls.__module__]) if cls is not None else {}
+    return any(isinstance(item, type) and hasattr(item, "get_rope_index") for item in own.values())
 
 
 class VisionTower(Patchable):
