@@ -20,7 +20,6 @@ from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, Weigh
 class UnquantizedLinearMethod(PackedLinearMethod):
     """One parameter `weight` in its storage type: [N, K] while loading, then the data of `packed_weight`.
 
-
     Args:
         may_round: activations may be rounded to bfloat16 where that is faster and the model's type allows it.
     """

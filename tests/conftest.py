@@ -30,6 +30,15 @@ def draws_of_its_own(request: pytest.FixtureRequest) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
+@pytest.fixture(scope="module")
+def one_core() -> Iterator[None]:
+    """PyTorch and the kernels compute on one thread: tiny models gain nothing from more threads, which wait."""
+    from tiny_models import one_thread
+
+    with one_thread():
+        yield
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """Python's own handler of Ctrl-C, here and in child processes: shells start background jobs with SIGINT ignored."""

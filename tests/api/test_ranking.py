@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from checkpoints.sentence_transformers import save_model, save_modules, save_tokenizer
-from tiny_models import BASE, VOCAB, one_thread
+from tiny_models import BASE, VOCAB
 
 from llm import LLM, PoolingParams, ValidationError
+
+pytestmark = pytest.mark.usefixtures("one_core")
 
 BERT = {"vocab_size": VOCAB, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 91}
 SMALL = {"num_hidden_layers": 2, "pad_token_id": 0}
@@ -22,12 +23,6 @@ RERANKER: dict[str, Any] = {
     "classifier_from_token": ["w1", "w2"],
     "is_original_qwen3_reranker": True,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def test_a_cross_encoder_reads_both_texts(tmp_path: Path) -> None:

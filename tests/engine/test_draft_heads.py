@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from checkpoints.draft_heads import Eagle3Reference, MultiTokenReference, eager,
 from embedded import engine_of
 from kernel_sets import has_kernels
 from test_metamorphic import PREEMPTED, SETTINGS, Case, check_orders
-from tiny_models import TINY_MODELS, VOCAB, make_prompts, one_thread, tiny_checkpoint
+from tiny_models import TINY_MODELS, VOCAB, make_prompts, tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.runner.speculation.head import HeadSource, PlacedHead
+
+pytestmark = pytest.mark.usefixtures("one_core")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -65,12 +67,6 @@ def made(name: str, to: Path, tmp_path_factory: pytest.TempPathFactory, eagle3: 
     case = Case(replace(row, engine={**row.engine, "speculative_config": config}), to)
     case.__dict__["alone"] = plain.alone
     return Drafted(plain, case, head)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

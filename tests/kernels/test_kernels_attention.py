@@ -5,7 +5,6 @@ Held against float64 and against the PyTorch twin; every slot that a row must no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import Pages, Shape, normal
-from tiny_models import one_thread
 
 from llm.forward import QUANTIZED_CACHE_DTYPES, KVCacheSpec
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("one_core")]
 # Relative to the largest element: a float32 softmax over some hundred keys, and the twin's rounding beside it.
 TOLERANCE = 4e-6
 # Queries and probabilities are rounded to 15 bits: 10 times what int8 of unit normals would err at random.
@@ -29,12 +27,6 @@ seeds = st.integers(0, 2**31)
 # (cached, new): rows that cross the kernel's steps of 64 keys, its panels of 16 and its tiles of rows.
 row_lengths = st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 70)))
 batches = st.lists(row_lengths, min_size=1, max_size=5)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @st.composite

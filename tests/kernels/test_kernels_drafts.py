@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,22 +11,17 @@ from pages import normal
 from recurrent_rows import rows
 from test_kernels_gated_delta import Inputs
 from test_kernels_scan import mamba, mamba2
-from tiny_models import one_thread
 
 from llm.forward import RecurrentMetadata
 from llm.kernels.backend import Operations
 from llm.kernels.reference.backend import REFERENCE
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 BACKENDS = ["reference", *(pytest.param(isa, marks=needs_compiler) for isa in ISAS)]
 Run = Callable[[Operations, slice, torch.Tensor, RecurrentMetadata], torch.Tensor]
 # Slot, tokens before the step, known tokens, drafts, accepted drafts.
 ROWS = [(3, 4, 1, 4, 0), (0, 2, 1, 0, 0), (4, 0, 2, 2, 2), (1, 9, 1, 5, 3), (2, 1, 3, 0, 0)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def convolution(ops: Operations, tokens: slice, state: torch.Tensor, metadata: RecurrentMetadata) -> torch.Tensor:

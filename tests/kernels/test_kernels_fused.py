@@ -7,7 +7,7 @@ over their whole range, in units in the last place.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,24 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import normal
-from tiny_models import one_thread
 
 from llm.kernels.backend import Backend
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.reference.backend import REFERENCE
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("one_core")]
 BEST = ISAS[-1]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 300, 901)
 
 seeds = st.integers(0, 2**31)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @dataclass(frozen=True)

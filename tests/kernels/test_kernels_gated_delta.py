@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +10,12 @@ import torch
 from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import normal
 from recurrent_rows import rows
-from tiny_models import one_thread
 
 from llm.kernels.reference.recurrent import gated_delta_rule
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 BACKENDS = ["reference", *(pytest.param(isa, marks=needs_compiler) for isa in ISAS)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def operation(name: str) -> Any:

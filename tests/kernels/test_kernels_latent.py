@@ -5,7 +5,7 @@ Held against float64 and against the PyTorch twins; every slot that a row must n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,22 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import Pages, Shape, normal
-from tiny_models import one_thread
 
 from llm.forward import QUANTIZED_CACHE_DTYPES, LatentCacheSpec
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import REFERENCE
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("one_core")]
 TOLERANCE = 4e-6
 DTYPES = [torch.float32, torch.bfloat16, *QUANTIZED_CACHE_DTYPES]
 MIXED = [(30, 1), (0, 9), (63, 2), (64, 40)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 class AsPaged:

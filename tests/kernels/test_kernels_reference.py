@@ -15,10 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import Pages, Shape, normal
-from tiny_models import one_thread
 
 from llm.kernels.reference import activation, attention, linear, norm, rotary
 from llm.layers.norm import RMSNorm
+
+pytestmark = pytest.mark.usefixtures("one_core")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 EPSILON = torch.finfo(torch.float32).eps
@@ -27,12 +28,6 @@ seeds = st.integers(0, 2**31)
 sizes = st.integers(1, 67)
 dtypes = st.sampled_from(FLOATS)
 quick = settings(max_examples=30)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    with one_thread():
-        yield
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +12,14 @@ import torch
 from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import normal
 from test_kernels_conv import rows
-from tiny_models import one_thread
 
 from llm.forward import RecurrentMetadata
 from llm.kernels.reference import recurrent
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 BACKENDS = ["reference", *(pytest.param(isa, marks=needs_compiler) for isa in ISAS)]
 TOKENS = 23
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ alone, in company, at any place, on any number of threads and on any instruction
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,24 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_sets import ISAS, kernel_set, needs_compiler
-from tiny_models import one_thread
 
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import REFERENCE
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("one_core")]
 BEST = ISAS[-1]
 # One, odd, around a vector, around four, around a block of sums, above the width that threads share a row from.
 VOCABS = (1, 2, 15, 17, 63, 65, 130, 511, 513, 2049, 5001, 33_000, 70_001)
 KINDS = ("random", "ties", "rising", "barred", "denormal", "extreme", "nan", "mostly nan", "all barred")
 seeds = st.integers(0, 2**31)
 rows_of_any_kind = {"seed": seeds, "vocab": st.sampled_from(VOCABS), "kind": st.sampled_from(KINDS)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def logits_of(kind: str, seed: int, rows: int, vocab: int) -> torch.Tensor:

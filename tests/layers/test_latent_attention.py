@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,11 @@ from llm.loading.source import FolderSource
 from llm.quantization.unquantized import UnquantizedLinearMethod
 from llm.setup.memory import widened_bytes
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 ROW = TINY_MODELS["minicpm3"]
 HEADS, KEY, VALUE, RANK = 3, 7, 9, 20
 GREEDY = SamplingParams(temperature=0, max_tokens=5, logprobs=2, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from op_cases import CASES, Case
-from tiny_models import one_thread
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -38,6 +36,8 @@ from llm.layers import vision as rel_pos
 from llm.layers.rotary import RopeParameters, RotaryEmbedding
 from llm.platforms.cpu import CpuPlatform
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 7, 130)
 # The suffixes of `forward_*` that this machine can run; an op has those that its class defines.
@@ -46,12 +46,6 @@ TARGETS = ("forward_native", "forward_cpu")
 for _module in pkgutil.walk_packages(llm.layers.__path__, "llm.layers."):
     importlib.import_module(_module.name)
 IN_TREE = {name: op for name, op in op_registry.items() if op.__module__.startswith("llm.")}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def targets(op: type) -> list[str]:

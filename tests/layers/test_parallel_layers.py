@@ -6,7 +6,7 @@ split, and within rounding of float32 where partial sums meet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meeting import Meeting
-from tiny_models import one_thread
 from torch import nn
 
 from llm.errors import LLMError, ValidationError
@@ -30,14 +29,10 @@ from llm.layers.linear import (
 from llm.layers.parallel import SINGLE, Communicator, TensorParallel, tensor_parallel
 from llm.platforms.cpu import CpuPlatform
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 K = 24
 SIZES = (1, 2, 4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:

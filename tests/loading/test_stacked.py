@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import TINY_MODELS, make_prompts, one_thread, tiny_checkpoint
+from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.errors import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=4, logprobs=2, ignore_eos=True)
 LAYER = "model.layers.0.mlp.experts"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import TINY_MODELS, make_prompts, one_thread, tiny_checkpoint
+from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 from llm import LLM, SamplingParams
 from llm.errors import CheckpointError, LLMError, UnsupportedModelError
 from llm.models.config_reader import ConfigReader
 from llm.models.registry import resolve_model_cls
+
+pytestmark = pytest.mark.usefixtures("one_core")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, logprobs=1, ignore_eos=True)
 # As its authors wrote it, but for the widths.
@@ -33,12 +34,6 @@ V2_LITE: dict[str, Any] = json.loads(
     "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": true, "v_head_dim": 128,
     "vocab_size": 102400}"""
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def copied(folder: Path, to: Path, *, extra: dict[str, torch.Tensor], **keys: Any) -> Path:

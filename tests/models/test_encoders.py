@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,14 @@ from checkpoints.sentence_transformers import (
     save_modules,
     save_tokenizer,
 )
-from tiny_models import BASE, VOCAB, one_thread
+from tiny_models import BASE, VOCAB
 
 from llm import LLM, PoolingParams, ValidationError
 from llm.errors import UnsupportedModelError
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def load(folder: Path, **more: Any) -> LLM:

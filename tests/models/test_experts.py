@@ -11,7 +11,7 @@ import pytest
 import torch
 from embedded import engine_of, open_llm
 from kernel_sets import has_kernels
-from tiny_models import TINY_MODELS, TinyModel, config_of, make_prompts, one_thread, tiny_checkpoint
+from tiny_models import TINY_MODELS, TinyModel, config_of, make_prompts, tiny_checkpoint
 from tiny_models import write_checkpoint as write
 
 from llm import LLM, SamplingParams
@@ -22,13 +22,9 @@ from llm.llm import EMBEDDED_MODEL
 from llm.models.config_reader import ConfigReader
 from llm.models.registry import resolve_model_cls
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

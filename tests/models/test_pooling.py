@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,17 @@ import numpy as np
 import pytest
 import torch
 from checkpoints.sentence_transformers import hidden_states, prompts, save_model, save_modules, save_tokenizer
-from tiny_models import BASE, one_thread
+from tiny_models import BASE
 
 from llm import LLM, GenerationInterrupted, PoolerConfig, PoolingParams, ValidationError
 from llm.errors import UnsupportedModelError
 from llm.loading.sentence_transformers import read_sentence_modules
 from llm.v1.sample.logits_processor import MinPLogitsProcessor
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 TOLERANCE = 1e-5
 SMALL = {**BASE, "num_hidden_layers": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def load(folder: Path, **more: Any) -> LLM:

@@ -6,7 +6,6 @@ Ranks are threads of this process (`meeting.py`), each with a model of its own t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from meeting import Meeting
-from tiny_models import TINY_MODELS, make_prompts, one_thread, write_checkpoint
+from tiny_models import TINY_MODELS, make_prompts, write_checkpoint
 
 from llm.base.construction import constructing_for
 from llm.config.compilation import CompilationConfig
@@ -32,6 +31,8 @@ from llm.models.registry import resolve_model_cls
 from llm.platforms import select_platform
 from llm.runner.kv_cache import allocate_kv_caches
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 BLOCK_SIZE = 4
 TOLERANCE = 1e-4
 # Row of the table -> what it needs to be split: sizes that the ranks divide.
@@ -47,12 +48,6 @@ SPLIT: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 92, "num_attention_heads": 8},
     "qwen2-moe": {**EVEN, "moe_intermediate_size": 36, "shared_expert_intermediate_size": 28},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @dataclass

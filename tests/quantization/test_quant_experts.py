@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from checkpoints.modelslim import ModelSlimFolder, expected_output, write_models
 from embedded import engine_of, open_llm
 from kernel_sets import has_kernels
 from safetensors.torch import save_file
-from tiny_models import TinyModel, one_thread, write_checkpoint
+from tiny_models import TinyModel, write_checkpoint
 from torch import nn
 
 from llm import LLM, SamplingParams
@@ -25,18 +24,14 @@ from llm.layers.moe import FusedMoE
 from llm.quantization.on_load import ActivationStatistics
 from llm.setup.calibrate import _tell_of_unreached
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9, 10]}, {"prompt_token_ids": [200, 3]}]
 PARAMS = SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True)
 EXPERT = "model.layers.0.mlp.experts"
 WEIGHTS = "model.safetensors"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

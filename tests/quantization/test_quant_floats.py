@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from close import Answer, close, told
 from embedded import engine_of, open_llm
 from safetensors.torch import load_file, save_file
-from tiny_models import BASE, TinyModel, one_thread, reference_logprobs, write_checkpoint
+from tiny_models import BASE, TinyModel, reference_logprobs, write_checkpoint
 
 from llm import SamplingParams
 from llm.errors import CheckpointError, LLMError, UnsupportedModelError, ValidationError
@@ -27,6 +27,8 @@ from llm.quantization.formats.floats import Fp8Config
 from llm.quantization.packing import doubled_fp4
 from llm.quantization.quantizer import quantize_weight_as
 from llm.quantization.unquantized import UnquantizedLinearMethod
+
+pytestmark = pytest.mark.usefixtures("one_core")
 
 Tensors = dict[str, torch.Tensor]
 FLOAT8 = torch.float8_e4m3fn
@@ -57,12 +59,6 @@ QWEN = TinyModel(
     {"num_hidden_layers": 1, "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "head_dim": 16}
     | {"num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

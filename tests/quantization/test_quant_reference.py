@@ -13,21 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import one_thread
 
 from llm.kernels.reference import linear as ref
 from llm.kernels.reference.linear import embedding, linear, pack
 from llm.kernels.reference.rounding import fused_multiply_add
 from llm.kernels.weight import Weight, dequantize
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 seeds = st.integers(0, 2**31)
 quick = settings(max_examples=25)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    with one_thread():
-        yield
 
 
 def generator(seed: int) -> torch.Generator:
