@@ -103,13 +103,16 @@ def _add_doctor(commands: Commands) -> None:
         description="Print what a bug report needs, and common faults with what to do. The text names no host, user or "
         "path of yours. The exit status is 1 if something is wrong.",
     )
+    command.add_argument(
+        "--device", metavar="NAME", help="such as cuda: compare every kernel of that device with its definition, anew"
+    )
     command.set_defaults(run=_doctor)
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from llm.tools.doctor import report
+    from llm.tools.doctor import report, report_device
 
-    return report()
+    return report() if args.device is None else report_device(args.device)
 
 
 def _add_jobs(commands: Commands) -> None:

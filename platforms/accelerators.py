@@ -28,6 +28,7 @@ class TorchAccelerator(Platform):
     """
 
     build_name: ClassVar[str] = ""
+    batched_tokens = 8192  # as vLLM's
 
     @classmethod
     def torch_module(cls) -> ModuleType:

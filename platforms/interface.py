@@ -63,6 +63,7 @@ class Platform:
         dispatch_key: the suffix of the `forward_*` method that a `CustomOp` binds.
         simple_compile_backend: the default compiler of operations that are off.
         supported_quantization: the supported quantization methods; None or none: every registered one.
+        batched_tokens: `max_num_batched_tokens` where none is asked for.
         contract_version: set by plugins, see `llm.plugins`; the built-in platforms have none.
         plugin: the plugin of the platform, None for a built-in one.
     """
@@ -76,6 +77,9 @@ class Platform:
     dispatch_key: str = "native"
     simple_compile_backend: str = "inductor"
     supported_quantization: Sequence[str] | None = None
+    # Enough tokens for a GEMM of a CPU to run at full speed. The temporaries of larger steps are too large for malloc's
+    # heap: each operation maps new memory, and the page faults cost more than the larger step saves.
+    batched_tokens: int = 512
     contract_version: int
     plugin: Plugin | None = None
 

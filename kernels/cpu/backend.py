@@ -10,7 +10,6 @@ from importlib.util import find_spec
 
 import torch
 
-from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from llm.kernels.backend import OPERATIONS, Backend, NotRecordable, Operation, StepSize
 from llm.kernels.cpu import build
 from llm.kernels.cpu.library import Library, choose_target, load_library, requested_isa
@@ -24,7 +23,7 @@ _MODULES = {"pack": "packed"}
 # What a compiler knows that does not know a target.
 _NEXT_BEST = {"amx": "avx512_vnni", "avx512_bf16": "avx512_vnni", "avx2_vnni": "avx2", "neon_i8mm": "neon"}
 # Of the program for steps of any size.
-MOST_TOKENS, MOST_ROWS = DEFAULT_MAX_NUM_BATCHED_TOKENS, 64
+MOST_TOKENS, MOST_ROWS = Platform.batched_tokens, 64
 # It is made of two recordings, of at least so many tokens and of a few of them.
 _LEAST_TOKENS, _FEW_TOKENS = 8, 5
 # With more tokens, the time between kernels is small compared to theirs.

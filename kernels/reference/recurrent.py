@@ -144,8 +144,6 @@ def gated_delta_rule(
     query, key, value, decay, beta = (item.float() for item in (query, key, value, decay, beta))
     check_delta_rule(query, key, value, decay, beta, a, dt_bias, state)
     repeats, size = value.shape[1] // key.shape[1], key.shape[2]
-    query, key = (_normalised(item).repeat_interleave(repeats, dim=1) for item in (query, key))
-    query = query * size**-0.5
     kept = (a.view(-1, *[1] * (decay.dim() - 2)) * F.softplus(decay + dt_bias)).exp()
     kept = kept[..., None, None] if decay.dim() == 2 else kept[..., None]
     share = beta.sigmoid()[..., None] * beta_scale
@@ -153,10 +151,12 @@ def gated_delta_rule(
     for row in state_rows(metadata, len(state)):
         now = torch.zeros_like(state[row.slot]) if row.is_new else state[row.slot].clone()
         for seen, t in enumerate(range(row.tokens.start, row.tokens.stop), 1):
+            # One token at a time: the order of a sum on a device may depend on how many there are.
+            q, k = (_normalised(item[t]).repeat_interleave(repeats, dim=0)[..., None] for item in (query, key))
             now = now * kept[t]
-            known = (now * key[t][..., None]).sum(-2)
-            now = now + key[t][..., None] * ((value[t] - known) * share[t])[:, None]
-            out[t] = (now * query[t][..., None]).sum(-2)
+            known = (now * k).sum(-2)
+            now = now + k * ((value[t] - known) * share[t])[:, None]
+            out[t] = (now * (q * size**-0.5)).sum(-2)
             if seen == row.stored:
                 state[row.slot] = now
     return out.to(dtype)

@@ -269,9 +269,6 @@ class SpeculativeConfig:
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny"
 DEFAULT_MAX_NUM_SEQS = 256
-# Enough tokens for a GEMM to run at full speed. The temporaries of larger steps are too large for malloc's heap: each
-# operation maps new memory, and the page faults cost more than the larger step saves.
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_LORAS = 4
 DEFAULT_MAX_LORA_RANK = 16

@@ -19,7 +19,6 @@ from llm.base.construction import constructing_for
 from llm.config.engine import (
     CACHE_DTYPES,
     DEFAULT_BLOCK_SIZE,
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     GIB,
     EngineArgs,
@@ -199,9 +198,13 @@ def _what_would_fit(tokens: int, needed: int | None) -> str:
 
 
 def plan_scheduler(
-    args: EngineArgs, max_model_len: int, free_bytes: int, *, whole: bool = False
+    args: EngineArgs, max_model_len: int, free_bytes: int, *, batched_tokens: int, whole: bool = False
 ) -> tuple[SchedulerConfig, dict[str, str]]:
-    """Batch sizes and their reasons. `whole`: a prompt longer than a step has one of its own.
+    """Batch sizes and their reasons.
+
+    Args:
+        batched_tokens: the most tokens of a step where none are asked for.
+        whole: a prompt longer than a step has one of its own.
 
     Raises:
         ValidationError: a whole prompt does not fit a step, with chunked prefill off.
@@ -215,7 +218,7 @@ def plan_scheduler(
         )
     named = ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "scheduling_policy")
     reasons = {name: args.why(name) for name in named}
-    tokens = args.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+    tokens = args.max_num_batched_tokens or batched_tokens
     if whole:
         reasons["enable_chunked_prefill"] = "tokens see those after them"
     elif not args.enable_chunked_prefill and tokens < max_model_len:

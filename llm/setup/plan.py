@@ -98,7 +98,9 @@ def make_plan(
     specs, of_head = _specs(model, head, kv_dtype, tp, platform), weight_bytes_in_memory(args, head, platform)
     why += check_cache(args.kv_cache_dtype, kv_dtype, specs, platform, model.quantization.config)
     memory, offload = _plan_memory(args, model, dtypes, specs, free - of_head, backend)
-    scheduler, reasons = plan_scheduler(args, memory.max_model_len, free, whole=_is_whole(model))
+    scheduler, reasons = plan_scheduler(
+        args, memory.max_model_len, free, batched_tokens=platform.batched_tokens, whole=_is_whole(model)
+    )
     reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": why}
     _add_notes(reasons, args, model, memory)
     config = EngineConfig(

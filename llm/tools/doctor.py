@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -54,6 +55,34 @@ def report() -> int:
     for item in wrong:
         print(f"  {item.name}: {item.todo}")
     return 1 if wrong else 0
+
+
+def report_device(name: str) -> int:
+    """Compare every kernel of a device with its definition and print what was found; returns the exit status, 1 if one
+    is wrong.
+
+    Raises:
+        ValidationError: there is no such device. LLMError: it has no kernels that could be compared.
+    """
+    from llm.platforms import select_platform
+
+    device = select_platform(name)[0].device
+    if device.type != "cuda":
+        raise LLMError(f"device={name!r} has no kernels in Triton; `python -m llm doctor` examines the CPU's.")
+    if find_spec("triton") is None:
+        raise LLMError("Triton is not installed: pip install 'offline-llm[gpu]' for the kernels of GPUs.")
+    from llm.kernels.triton import check
+    from llm.kernels.triton.backend import kernel_names
+
+    print(f"{check.identity(device)}: each kernel is compared with its definition, which takes a minute", flush=True)
+    found = check.found_by_several(check.tasks_of(kernel_names(), tuple(check.ALLOWED)), device)
+    for operation in kernel_names():
+        own = {task: text for task, text in found.items() if task.name == operation}
+        wrong = [f"{task.dtype}, {text}" for task, text in own.items() if text]
+        print(f"{operation:<22} " + ("; ".join(wrong) or f"agrees in {len(own)} cases"))
+    count = sum(map(bool, found.values()))
+    print(f"\n{count} cases are wrong: please report this." if count else "\nnothing is wrong.")
+    return 1 if count else 0
 
 
 def examine(root: Path = Path("/")) -> Iterator[Finding]:

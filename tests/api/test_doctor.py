@@ -100,3 +100,8 @@ def test_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     found = named()
     assert "in about a minute" in found["kernels"].text
     assert found["embedded model"].todo == "run `python -m llm kernels build`"
+
+
+def test_a_device_without_kernels_in_triton_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cpu"]) == 1
+    assert "device='cpu' has no kernels in Triton; `python -m llm doctor` examines" in capsys.readouterr().err

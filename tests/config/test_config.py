@@ -15,7 +15,7 @@ from llm import LLM, SamplingParams
 from llm.base.library_settings import num_threads
 from llm.config import env
 from llm.config.compilation import CompilationMode
-from llm.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, EngineArgs, EngineConfig
+from llm.config.engine import DEFAULT_MAX_NUM_SEQS, EngineArgs, EngineConfig
 from llm.errors import OutOfMemoryError, ValidationError
 from llm.platforms import current_platform
 from llm.runner import model_runner
@@ -279,23 +279,25 @@ def test_a_model_that_keeps_nothing_of_a_token_has_no_blocks() -> None:
 
 
 def test_batch_sizes() -> None:
-    config, reasons = plan_scheduler(EngineArgs("x"), 1024, MIB)
+    config, reasons = plan_scheduler(EngineArgs("x"), 1024, MIB, batched_tokens=512)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (
         DEFAULT_MAX_NUM_SEQS,
-        DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        512,
     )
     assert set(reasons.values()) == {"default"}
-    config, reasons = plan_scheduler(EngineArgs("x", max_num_seqs=2, max_num_batched_tokens=7), 1024, MIB)
+    config, reasons = plan_scheduler(
+        EngineArgs("x", max_num_seqs=2, max_num_batched_tokens=7), 1024, MIB, batched_tokens=512
+    )
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (2, 7)
     assert (reasons["max_num_seqs"], reasons["max_num_batched_tokens"]) == ("asked for", "asked for")
 
 
 def test_whole_prompts_need_a_step_that_holds_the_longest() -> None:
     whole = EngineArgs("x", enable_chunked_prefill=False)
-    config, reasons = plan_scheduler(whole, 9000, MIB)
+    config, reasons = plan_scheduler(whole, 9000, MIB, batched_tokens=512)
     assert config.max_num_batched_tokens == 9000
     assert "enable_chunked_prefill" in reasons["max_num_batched_tokens"]
-    assert plan_scheduler(whole, 100, MIB)[0].max_num_batched_tokens == DEFAULT_MAX_NUM_BATCHED_TOKENS
+    assert plan_scheduler(whole, 100, MIB, batched_tokens=512)[0].max_num_batched_tokens == 512
 
 
 def test_enforce_eager_wins_over_a_mode_that_compiles() -> None:
