@@ -664,6 +664,38 @@ def test_multiples_are_known_digit_by_digit(divisor: int, number: int) -> None:
     assert language.reach[root] < IMPOSSIBLE
 
 
+@settings(max_examples=60)
+@given(
+    value=st.floats(allow_nan=False, allow_infinity=False).filter(lambda value: 1e-290 < abs(value) < 1e290),
+    bounds=st.dictionaries(
+        st.sampled_from(["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"]),
+        st.sampled_from([-100, -10, -1, -0.5, 0, 0.25, 1, 5, 9.5, 10, 10.5, 1000]),
+        min_size=1,
+        max_size=2,
+    ),
+)
+def test_numbers_with_bounds_have_exponents_where_all_of_their_size_are_within(
+    value: float, bounds: dict[str, float]
+) -> None:
+    schema = {"type": "number", **bounds}
+    language, root = language_of({"json": schema})
+    for text in (repr(value), f"{value:.3e}", f"{value:.0E}"):
+        accepted = language.nullable[language.read(root, text.encode())]
+        assert not accepted or jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)), (text, schema)
+    for text, own in (
+        ("1.5e-07", {"minimum": 0}),
+        ("1e-07", {"exclusiveMinimum": 0, "maximum": 10}),
+        ("1e+20", {"minimum": 0}),
+        ("-1e-9", {"exclusiveMinimum": -10}),
+        ("-2.5E300", {"maximum": 5}),
+        ("9e-300", {"minimum": 0}),
+    ):
+        one, start = language_of({"json": {"type": "number", **own}})
+        assert one.nullable[one.read(start, text.encode())] == ("300" not in text), text
+    share, start = language_of({"json": {"type": "number", "minimum": 0, "maximum": 1}})
+    assert share.read(start, b"9") == EMPTY  # whoever means 95 is not led to 9.5e-10
+
+
 def test_multiples_are_known_by_their_remainders() -> None:
     """Of decimals that are told apart from others by an automaton."""
     generator = random.Random(5)

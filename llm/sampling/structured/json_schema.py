@@ -225,6 +225,9 @@ class _Compiler:
             wanted += [at_least(exact(item[name]), is_strict)] if name in item else []
         for name, is_strict in (("maximum", False), ("exclusiveMaximum", True)):
             wanted += [at_most(exact(item[name]), is_strict)] if name in item else []
+        if not set(item) - {"type", "negated", *_BOUNDS}:
+            others = _with_exponents(item)
+            wanted = ["|".join([f"({pattern})", *others]) for pattern in wanted]
         return self._decimals(wanted, item, machines)
 
     def _decimals(self, wanted: Sequence[str], item: Alternative, machines: Sequence[BuiltRegex] = ()) -> int:
@@ -684,6 +687,26 @@ def _check_optional(properties: Iterable[str], required: Sequence[str]) -> None:
             f"an object has {longest} optional properties in a row and at most {_MOST_OPTIONAL} can be told apart in "
             "time; list more of them in required or split the object"
         )
+
+
+def _with_exponents(item: Alternative) -> list[str]:
+    """Patterns of numbers with one digit before the point and an exponent that is not 0, of those sizes and signs of
+    which all are within the bounds: 1.5e-07 lies between 0 and 1, and 1e+20 is at least 10.
+
+    Small ones only where what stands before the exponent is within the bounds too: up to 1, a model that means 95 would
+    be led to 9.5e-10. Exponents are at most 299: smaller numbers are 0 as a float, larger ones infinite.
+    """
+    exponent = "0*([1-9][0-9]?|[12][0-9]{2})"
+    mantissa = r"[1-9](\.[0-9]+)?[eE]"
+    low = max([-math.inf, *(float(item[name]) for name in ("minimum", "exclusiveMinimum") if name in item)])
+    high = min([math.inf, *(float(item[name]) for name in ("maximum", "exclusiveMaximum") if name in item)])
+    found = []
+    for sign, least, most in (("", low, high), ("-", -high, -low)):  # of the absolute value
+        if least <= 0 and most >= 10:
+            found.append(f"({sign}{mantissa}-{exponent})")
+        if least < 10 and most == math.inf:
+            found.append(f"({sign}{mantissa}[+]?{exponent})")
+    return found
 
 
 def _written(value: object) -> str:
