@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_sets import needs_compiler
 
 from llm.base import system
 from llm.cli import main
@@ -32,17 +33,6 @@ AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 BF16 = {"avx512_vnni", "avx512_bf16"}
 AMX = {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def has_compiler() -> bool:
-    try:
-        build.find_compiler()
-    except build.BuildError:
-        return False
-    return True
-
-
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
 
 
 @pytest.mark.parametrize(

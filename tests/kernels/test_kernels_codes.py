@@ -6,19 +6,18 @@ Every test runs on each instruction set of kernel_sets.TARGETS. That a row's bit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from definitions import scaled_sums
-from kernel_sets import TARGETS, has_kernels
+from kernel_sets import has_kernels
 
 from llm.kernels.cpu import library, linear, packed
 from llm.kernels.reference import linear as reference
 from llm.kernels.weight import Weight
 
-pytestmark = pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none")
+pytestmark = [pytest.mark.skipif(not has_kernels(), reason="LLM_CPU_ISA=none"), pytest.mark.usefixtures("seeded")]
 
 FLOAT8 = torch.float8_e4m3fn
 # The two values of NaN, 0x7f and 0xff, are left out.
@@ -42,18 +41,6 @@ SHAPES = [
     (40, 20, 264, 8),
     (2, 16, 3, 2),
 ]
-
-
-@pytest.fixture(scope="module", params=TARGETS)
-def lib(request: pytest.FixtureRequest) -> library.Library:
-    return library.load_library(request.param)
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

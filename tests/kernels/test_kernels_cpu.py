@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from definitions import add_groups, chain, group_sums, scaled_sums, unscaled
-from kernel_sets import TARGETS
+from kernel_sets import needs_compiler
 
 from llm.kernels.cpu import build, library, linear, packed
 from llm.kernels.cpu.signatures import KERNELS
@@ -23,11 +23,7 @@ from llm.kernels.reference import linear as reference
 from llm.kernels.reference.linear import quantize_per_token, quantize_static
 from llm.kernels.weight import LEAST, MAX_INTEGER_K, Weight, dequantize
 
-try:
-    COMPILER: str | None = build.find_compiler()
-except build.BuildError:
-    COMPILER = None
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
+pytestmark = [needs_compiler, pytest.mark.usefixtures("seeded")]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # m, n, k: empty, one, odd, around the 16 lanes, the tiles' heights and the steps of k.
@@ -51,28 +47,9 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(scope="module", params=TARGETS)
-def lib(request: pytest.FixtureRequest) -> library.Library:
-    return library.load_library(request.param)
-
-
 @pytest.fixture(scope="module")
 def plain() -> library.Library:
     return library.load_library("plain")
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

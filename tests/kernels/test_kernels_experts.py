@@ -7,7 +7,7 @@ Every test of bits runs on each instruction set of kernel_sets.TARGETS.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,34 +20,15 @@ from llm.kernels.cpu.program import record
 from llm.kernels.reference.experts import experts as definition
 from llm.kernels.weight import ExpertWeights, Weight
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("seeded")]
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 UNGATED = "relu2_no_mul"
 LIMIT = 7.0
 
 
-@pytest.fixture(scope="module", params=TARGETS)
-def lib(request: pytest.FixtureRequest) -> library.Library:
-    return library.load_library(request.param)
-
-
 @pytest.fixture(scope="module")
 def best() -> library.Library:
     return library.load_library(TARGETS[-1])
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 Make = Callable[[library.Library, int, int], packed.PanelWeight]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_sets import TARGETS
 
 from llm.kernels.cpu import library
 from llm.kernels.cpu.gguf_blocks import decode_blocks
@@ -13,11 +12,6 @@ from llm.kernels.cpu.quantize_weight import quantize_weight, quantize_weight_as
 from llm.kernels.reference import gguf_blocks
 from llm.kernels.reference import quantize_weight as reference
 from llm.quantization.unquantized import fill_rows, new_parameter, widen
-
-
-@pytest.fixture(scope="module", params=TARGETS)
-def lib(request: pytest.FixtureRequest) -> library.Library:
-    return library.load_library(request.param)
 
 
 def weights(*shape: int, seed: int = 0) -> torch.Tensor:

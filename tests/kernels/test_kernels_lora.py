@@ -3,33 +3,19 @@ and a token's bits against its company, its adapter's place and the number of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from kernel_sets import TARGETS, needs_compiler
+from kernel_sets import needs_compiler
 
 from llm.kernels.cpu import library, linear, lora, packed, program
 from llm.kernels.lora import LoraTerm, LoraTerms
 from llm.kernels.reference import lora as definition
 from llm.kernels.reference.linear import pack as plain_pack
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("seeded")]
 INPUTS, WIDTH, VOCABULARY = 40, 75, 19
 # (slot, first channel, channels, rank): a fused layer's parts, an adapter of one of them, and a wide one.
 PLACES = ((1, 0, 37, 4), (1, 37, 16, 4), (1, 53, 22, 3), (2, 37, 16, 17), (4, 0, 75, 8))
-
-
-@pytest.fixture(scope="module", params=TARGETS)
-def lib(request: pytest.FixtureRequest) -> library.Library:
-    return library.load_library(request.param)
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
 
 
 def make_terms(pack, is_lookup: bool = False, dtype: torch.dtype = torch.float32) -> LoraTerms:
