@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from llm.base.checks import refuse
+from llm.base.checks import check_integer, refuse
 from llm.errors import ValidationError
 from llm.inside.capture import Activations, Capture
 from llm.inside.intervention import Change, Intervention
 from llm.inside.names import Site, matching
-from llm.inside.positions import Positions, check_within, most
+from llm.inside.pattern import pattern
+from llm.inside.positions import Positions, check_within, most, wanted
 
 # Keys of `SamplingParams.extra_args`.
 CAPTURE, INTERVENTIONS = "capture", "interventions"
@@ -29,35 +30,47 @@ class Asked:
     """The captures and interventions of one request.
 
     Attributes:
-        captures: site -> (positions, dtype).
+        captures: site -> the capture that asks for it.
+        reads: site -> (positions, dtype) that are read of the model for them; any of the positions is meant.
         changes: site -> (positions, change), in their order.
-        sites: of the model, those that are captured.
+        sites: of the model, those of all these.
+        num_prompt: the request's prompt tokens.
     """
 
-    captures: Mapping[str, tuple[Positions, str]] = field(default_factory=dict)
+    captures: Mapping[str, Capture] = field(default_factory=dict)
+    reads: Mapping[str, tuple[Sequence[Positions], str]] = field(default_factory=dict)
     changes: Mapping[str, Sequence[tuple[Positions, Change]]] = field(default_factory=dict)
     sites: Mapping[str, Site] = field(default_factory=dict)
-    limit_bytes: int = 0
+    num_prompt: int = 0
 
     def for_prompt(self, num_prompt: int) -> Asked:
         """As it is for a request with so many prompt tokens; raises `ValidationError` where it does not fit."""
-        for positions, _ in self.captures.values():
-            check_within(positions, num_prompt)
+        for capture in self.captures.values():
+            check_within(capture.positions, num_prompt)
         changes: dict[str, list[tuple[Positions, Change]]] = {}
         for name, own in self.changes.items():
             for positions, change in own:
                 check_within(positions, num_prompt)
                 fitted = change.of(self.sites[name], positions, num_prompt)
                 changes.setdefault(name, []).append((positions, fitted))
-        return replace(self, changes=changes)
+        return replace(self, changes=changes, num_prompt=num_prompt)
+
+    @property
+    def limit_bytes(self) -> int:
+        return min((capture.limit_bytes for capture in self.captures.values()), default=0)
 
     def max_bytes(self, num_prompt: int, num_generated: int) -> int:
         """What its activations take at most."""
         total = 0
-        for name, (positions, dtype) in self.captures.items():
+        for name, (positions, dtype) in self.reads.items():
             site = self.sites[name]
             width = 8 if site.dtype == "int64" else np.dtype(dtype).itemsize
-            total += site.size * width * most(positions, num_prompt, num_generated)
+            total += site.size * width * max(most(own, num_prompt, num_generated) for own in positions)
+        for name, capture in self.captures.items():
+            if self.sites[name].scoring is not None:
+                heads = len(capture.heads or range(self.sites[name].shape[0]))
+                count = most(capture.positions, num_prompt, num_generated)
+                total += 4 * heads * count * (num_prompt + num_generated)
         return total
 
     def activations(self, parts: Sequence[Part]) -> Activations:
@@ -66,14 +79,27 @@ class Asked:
         by_site: dict[str, list[Part]] = {}
         for part in parts:
             by_site.setdefault(part[0], []).append(part)
-        for name, (_, dtype) in self.captures.items():
-            own, site = by_site.get(name, []), self.sites[name]
-            kind = site.dtype if site.dtype == "int64" else dtype
-            positions = np.concatenate([np.empty(0, np.int64), *(part[1] for part in own)])
-            values = np.concatenate([np.empty((0, *site.shape), kind), *(part[2] for part in own)])
-            found.positions[name], first = np.unique(positions, return_index=True)
-            found[name] = values[first]
+        sites = self.sites
+        read = {name: _joined(by_site.get(name, []), sites[name], dtype) for name, (_, dtype) in self.reads.items()}
+        for name, capture in self.captures.items():
+            scoring = sites[name].scoring
+            positions, values = read[name if scoring is None else name.replace(".pattern", ".query")]
+            own = wanted(capture.positions, positions, self.num_prompt)
+            positions, values = positions[own], values[own]
+            if scoring is not None:
+                values = pattern(values, positions, read[name.replace(".pattern", ".key")][1], scoring, capture.heads)
+            found.positions[name] = positions
+            found[name] = values if values.dtype == np.int64 else values.astype(capture.dtype, copy=False)
         return found
+
+
+def _joined(parts: Sequence[Part], site: Site, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """(positions, values) of all steps, in order, each once."""
+    kind = site.dtype if site.dtype == "int64" else dtype
+    positions = np.concatenate([np.empty(0, np.int64), *(part[1] for part in parts)])
+    values = np.concatenate([np.empty((0, *site.shape), kind), *(part[2] for part in parts)])
+    positions, first = np.unique(positions, return_index=True)
+    return positions, values[first]
 
 
 def asks(extra_args: Mapping[str, object] | None) -> bool:
@@ -87,24 +113,39 @@ def resolve(extra_args: Mapping[str, object], sites: Mapping[str, Site]) -> Aske
     Raises:
         ValidationError: they are none, or name a site that the model has not.
     """
-    captures: dict[str, tuple[Positions, str]] = {}
-    limits = []
+    captures: dict[str, Capture] = {}
     for capture in _captures(extra_args.get(CAPTURE)):
-        limits.append(capture.limit_bytes)
         for name in matching(capture.sites, sites):
             if name in captures:
                 raise ValidationError(
                     f"{name} is captured twice; name it in one Capture.", parameter=CAPTURE, value=name
                 )
-            captures[name] = capture.positions, capture.dtype
+            for head in capture.heads or ():
+                check_integer("heads", head, 0, sites[name].shape[0] - 1)
+            captures[name] = capture
+    reads = _reads(captures, sites)
     changes: dict[str, list[tuple[Positions, Change]]] = {}
     for intervention in _interventions(extra_args.get(INTERVENTIONS)):
         for name in matching(intervention.sites, sites):
             if not sites[name].can_change:
                 raise ValidationError(f"{name} can be captured and not changed.", parameter=INTERVENTIONS, value=name)
             changes.setdefault(name, []).append((intervention.positions, intervention.change))
-    own = {name: site for name, site in sites.items() if name in captures or name in changes}
-    return Asked(captures, changes, own, min(limits, default=0))
+    own = {name: site for name, site in sites.items() if name in {**captures, **reads, **changes}}
+    return Asked(captures, reads, changes, own)
+
+
+def _reads(captures: Mapping[str, Capture], sites: Mapping[str, Site]) -> dict[str, tuple[list[Positions], str]]:
+    """What is read: of a pattern the queries that are asked for, and all keys."""
+    found: dict[str, tuple[list[Positions], str]] = {}
+    for name, capture in captures.items():
+        asked: list[tuple[str, Positions, str]] = [(name, capture.positions, capture.dtype)]
+        if sites[name].scoring is not None:
+            start = name.removesuffix("pattern")
+            asked = [(f"{start}query", capture.positions, "float32"), (f"{start}key", "all", "float32")]
+        for source, positions, dtype in asked:
+            before, kind = found.get(source, ([], dtype))
+            found[source] = [*before, positions], dtype if kind == dtype else "float32"
+    return found
 
 
 def _captures(given: object) -> list[Capture]:

@@ -3,7 +3,7 @@
 layers.3.input               the residual stream that enters the layer
 layers.3.attention.input     what attention reads, behind its norm
 layers.3.attention.query     of each head, behind norm and rotary embedding; .key and .value of each KV head
-layers.3.attention.pattern   the weight of each earlier position, of each head
+layers.3.attention.pattern   the weight of each position, of each head
 layers.3.attention.heads     each head's output, before the output projection
 layers.3.attention.output    what attention adds to the stream
 layers.3.mixer.input         of a recurrent layer; .output
@@ -22,10 +22,30 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from llm.base.text import show
 from llm.errors import ValidationError, nearest
 
 FINAL, LOGITS = "norm.output", "logits"
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How attention weighs keys; fields as in `llm.layers.attention.AttentionParams`.
+
+    Attributes:
+        cache_dtype: the type that keys are rounded to where they are kept, "float32", "bfloat16" or "float16".
+    """
+
+    num_kv_heads: int
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    attention_chunk: int | None
+    sinks: np.ndarray | None
+    alibi_slopes: np.ndarray | None
+    cache_dtype: str
 
 
 @dataclass(frozen=True)
@@ -33,10 +53,11 @@ class Site:
     """A place in a model.
 
     Attributes:
-        shape: of one position's activation.
+        shape: of one position's activation; -1: as many as there are positions up to the last that is captured.
         dtype: "float32" or "int64".
         can_change: interventions may be there; False: it is only read.
         module: the dotted path of the module in the model.
+        scoring: of a pattern, which is computed from queries and keys by its definition; None: it is read as it is.
     """
 
     name: str
@@ -44,6 +65,7 @@ class Site:
     dtype: str = "float32"
     can_change: bool = True
     module: str = ""
+    scoring: Scoring | None = None
 
     @property
     def size(self) -> int:

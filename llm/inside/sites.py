@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from llm.inside.names import FINAL, LOGITS, Site
+from llm.inside.names import FINAL, LOGITS, Scoring, Site
 from llm.layers.attention import Attention
 from llm.layers.latent_attention import LatentAttention, MultiHeadLatentAttentionWrapper
 from llm.layers.mamba import DecayingLayer, MambaBase
@@ -155,12 +155,12 @@ def _arguments(experts: FusedMoE, args: Arguments, kwargs: Named) -> tuple[torch
     return hidden.reshape(-1, experts.hidden_size), *others
 
 
-def find_hooks(model: nn.Module) -> dict[str, Hook]:
+def find_hooks(model: nn.Module, cache_dtype: torch.dtype) -> dict[str, Hook]:
     """Name -> hook, in the order of computing; a model without layers that are known has none."""
     if isinstance(model, TransformersForCausalLM):
         found = _of_transformers(model)
     elif isinstance(model, DecoderForCausalLM):
-        found = _of_decoder(model)
+        found = _of_decoder(model, cache_dtype)
     else:
         return {}
     return {hook.site.name: hook for hook in found}
@@ -179,20 +179,20 @@ def final_sites(model: nn.Module, vocab_size: int) -> list[Site]:
 # --- Models of this package. ---
 
 
-def _of_decoder(model: DecoderForCausalLM) -> Iterator[Hook]:
+def _of_decoder(model: DecoderForCausalLM, cache_dtype: torch.dtype) -> Iterator[Hook]:
     hidden = model.config.hidden_size
     for index, layer in enumerate(model.model.layers):
         if isinstance(layer, DecoderLayer):
-            yield from _of_layer(layer, f"layers.{index}", f"model.layers.{index}", hidden)
+            yield from _of_layer(layer, f"layers.{index}", f"model.layers.{index}", hidden, cache_dtype)
 
 
-def _of_layer(layer: DecoderLayer, name: str, path: str, hidden: int) -> Iterator[Hook]:
+def _of_layer(layer: DecoderLayer, name: str, path: str, hidden: int, cache_dtype: torch.dtype) -> Iterator[Hook]:
     stream = (hidden,) if layer.streams == 1 else (layer.streams, hidden)
     yield StreamInto(Site(f"{name}.input", stream, module=path), layer)
     parts = list(_parts(layer))
     for part, kind, child in parts:
         if kind == "attention":
-            yield from _of_attention(child, f"{name}.attention", f"{path}.{part}", hidden)
+            yield from _of_attention(child, f"{name}.attention", f"{path}.{part}", hidden, cache_dtype)
     for part, kind, child in parts:
         if kind == "mixer":
             yield from _around(child, f"{name}.mixer", f"{path}.{part}", hidden)
@@ -222,7 +222,7 @@ def _around(module: nn.Module, name: str, path: str, hidden: int) -> Iterator[Ho
     yield OutputOf(Site(f"{name}.output", (hidden,), module=path), module)
 
 
-def _of_attention(module: nn.Module, name: str, path: str, hidden: int) -> Iterator[Hook]:
+def _of_attention(module: nn.Module, name: str, path: str, hidden: int, cache_dtype: torch.dtype) -> Iterator[Hook]:
     yield InputOf(Site(f"{name}.input", (hidden,), module=path), module)
     attention = getattr(module, "attn", None)
     heads: tuple[int, ...] | None = None
@@ -234,9 +234,23 @@ def _of_attention(module: nn.Module, name: str, path: str, hidden: int) -> Itera
             kv_heads = attention.num_kv_heads, attention.head_size
             for place, (part, shape) in enumerate((("query", heads), ("key", kv_heads), ("value", kv_heads))):
                 yield InputOf(Site(f"{name}.{part}", shape, module=f"{path}.attn"), attention, place, part)
+            yield Hook(_pattern(attention, f"{name}.pattern", f"{path}.attn", cache_dtype), attention)
     if heads is not None and hasattr(module, "o_proj"):
         yield InputOf(Site(f"{name}.heads", heads, module=f"{path}.o_proj"), module.get_submodule("o_proj"))
     yield OutputOf(Site(f"{name}.output", (hidden,), module=path), module)
+
+
+def _pattern(attention: Attention, name: str, path: str, cache_dtype: torch.dtype) -> Site:
+    """It has no step of its own: queries and keys are read, and weighed when the request has ended."""
+    params = attention.backend.params
+    sinks, slopes = (
+        None if one is None else one.detach().float().cpu().numpy() for one in (params.sinks, params.alibi_slopes)
+    )
+    scoring = Scoring(
+        *(params.num_kv_heads, params.scale, params.sliding_window, params.soft_cap, params.attention_chunk),
+        *(sinks, slopes, str(cache_dtype).removeprefix("torch.") if cache_dtype.itemsize > 1 else "float32"),
+    )
+    return Site(name, (attention.num_heads, -1), can_change=False, module=path, scoring=scoring)
 
 
 def _middle(layer: DecoderLayer, name: str, path: str, hidden: int) -> Iterator[Hook]:

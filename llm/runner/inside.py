@@ -31,8 +31,8 @@ ComputeLogits = Callable[[torch.Tensor, np.ndarray], torch.Tensor]
 class ModelInside:
     """The sites of a model."""
 
-    def __init__(self, model: nn.Module, vocab_size: int) -> None:
-        self._hooks: Mapping[str, Hook] = find_hooks(model)
+    def __init__(self, model: nn.Module, vocab_size: int, cache_dtype: torch.dtype) -> None:
+        self._hooks: Mapping[str, Hook] = find_hooks(model, cache_dtype)
         self._final = final_sites(model, vocab_size)
 
     def sites(self) -> dict[str, Site]:
@@ -88,9 +88,9 @@ class RowWork:
 def _row_work(asked: Asked, batch: InputBatch, row: int, first: int, at: np.ndarray) -> dict[str, RowWork]:
     found = {}
     num_prompt = int(batch.num_prompt_tokens[row])
-    for name in asked.sites:
-        positions, dtype = asked.captures.get(name, ((), "float32"))
-        captured = wanted(positions, at, num_prompt)
+    for name in {**asked.reads, **asked.changes}:
+        positions, dtype = asked.reads.get(name, ([], "float32"))
+        captured = np.logical_or.reduce([np.zeros(len(at), bool), *(wanted(own, at, num_prompt) for own in positions)])
         changes = [(wanted(where, at, num_prompt), change) for where, change in asked.changes.get(name, ())]
         any_of = np.logical_or.reduce([captured, *(mask for mask, _ in changes)])
         if not any_of.any():

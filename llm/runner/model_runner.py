@@ -394,7 +394,7 @@ class ModelRunner:
                 return function(self.model)
         finally:
             weights_changed(self.model)
-            self.inside = ModelInside(self.model, self._vocab_size)
+            self.inside = ModelInside(self.model, self._vocab_size, self.plan.config.cache_config.kv_cache_dtype)
             if self.recorded is not None:
                 self.recorded = self._new_recorded()
 
@@ -600,7 +600,7 @@ class ModelRunner:
 
     def _attach_model(self, config: EngineConfig) -> None:
         """Make what refers to the model's modules."""
-        self.inside = ModelInside(self.model, self._vocab_size)
+        self.inside = ModelInside(self.model, self._vocab_size, self.plan.config.cache_config.kv_cache_dtype)
         if config.lora_config is not None:
             self.adapters = ModelAdapters(self.model, config.lora_config, self.backend)
         if self.plan.pooling is not None:

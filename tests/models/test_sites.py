@@ -11,7 +11,7 @@ import torch
 from sites import BY_DESIGN, TOLERANCE, TheirActivations, compare
 from tiny_models import TINY_MODELS, make_prompts, one_thread, reference_model, tiny_checkpoint
 
-from llm import LLM
+from llm import LLM, Capture, Intervention, SamplingParams
 from llm.inside.names import canonical, matching
 
 # Dense with norms before, around, behind and beside; sinks; experts; latents; several streams; recurrences and hybrids.
@@ -42,6 +42,125 @@ def test_activations_are_transformers(name: str, tmp_path_factory: pytest.TempPa
                 assert {f"layers.{index}.{part}" for index in range(3) for part in PARTS} <= found.keys()
     finally:
         theirs.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "falcon-alibi", "cohere2"])
+def test_patterns_and_values_make_the_heads(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With ALiBi too, where the pattern that transformers returns is not the one that it computes with."""
+    row = TINY_MODELS[name]
+    given = {"skip_tokenizer_init": True, "kv_cache_dtype": "float32", **row.engine}
+    with one_thread(), LLM(tiny_checkpoint(name, tmp_path_factory), **given) as llm:
+        capture = Capture("layers.*.attention.*", positions="all")
+        (output,) = llm.generate([make_prompts(row)[3]], SamplingParams(max_tokens=3), capture=capture, use_tqdm=False)
+    found = {site: torch.from_numpy(array) for site, array in output.activations.items()}
+    for site in [site for site in found if site.endswith("pattern")]:
+        heads, values = found[site.replace("pattern", "heads")], found[site.replace("pattern", "value")]
+        values = values.repeat_interleave(heads.shape[1] // values.shape[1], dim=1)
+        assert float((torch.einsum("nhk,khd->nhd", found[site], values) - heads).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
+def test_patterns_are_transformers(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Windows, soft caps and sinks; grouped queries; of a chosen head too."""
+    from transformers import AutoModelForCausalLM
+
+    row, folder = TINY_MODELS[name], tiny_checkpoint(name, tmp_path_factory)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    prompt, params = make_prompts(row)[3], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with one_thread(), LLM(folder, skip_tokenizer_init=True, kv_cache_dtype="float32", **row.engine) as llm:
+        capture = Capture("layers.*.attention.pattern", positions="all")
+        (output,) = llm.generate([prompt], params, capture=capture, use_tqdm=False)
+        few = Capture("layers.1.attention.pattern", positions=[3, -1], heads=[2])
+        (chosen,) = llm.generate([prompt], params, capture=few, use_tqdm=False)
+    ids = [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]]
+    with torch.no_grad():
+        theirs = model(torch.tensor([ids]), output_attentions=True, use_cache=False).attentions
+    for index, expected in enumerate(theirs):
+        found = torch.from_numpy(output.activations[f"layers.{index}.attention.pattern"])
+        assert found.shape == (len(ids), expected.shape[1], len(ids))
+        assert float((found.transpose(0, 1) - expected[0]).abs().max()) < TOLERANCE
+    rows = chosen.activations["blocks.1.attn.hook_pattern"]
+    assert rows.shape == (2, 1, len(prompt))
+    whole = output.activations["layers.1.attention.pattern"]
+    assert abs(rows[:, 0] - whole[[3, len(prompt) - 1], 2, : len(prompt)]).max() < 1e-6
+
+
+def add_to_stream(llm: LLM, model: Any) -> tuple[list[Intervention], Any]:
+    vector = torch.linspace(-1, 1, llm.sites()["layers.0.output"].size)
+    layer = next(one for one in model.modules() if isinstance(one, torch.nn.ModuleList))[0]
+
+    def change(module: Any, args: Any, output: Any) -> Any:
+        return (output[0] + vector, *output[1:]) if isinstance(output, tuple) else output + vector
+
+    return [Intervention.add("layers.0.output", vector)], layer.register_forward_hook(change)
+
+
+def project_out_of_the_last(llm: LLM, model: Any) -> tuple[list[Intervention], Any]:
+    direction = torch.linspace(-1, 2, llm.sites()["layers.1.input"].size)
+    unit = direction / direction.norm()
+    layer = next(one for one in model.modules() if isinstance(one, torch.nn.ModuleList))[1]
+
+    def change(module: Any, args: Any, kwargs: Any) -> Any:
+        hidden = args[0].clone()
+        hidden[0, -1] -= unit * (hidden[0, -1] @ unit)
+        return (hidden, *args[1:]), kwargs
+
+    made = Intervention.project_out("layers.1.input", direction, positions="last")
+    return [made], layer.register_forward_pre_hook(change, with_kwargs=True)
+
+
+def without_a_head(llm: LLM, model: Any) -> tuple[list[Intervention], Any]:
+    size = llm.sites()["layers.1.attention.heads"].shape[1]
+    last = next(module for name, module in model.named_modules() if name.endswith("1.self_attn.o_proj"))
+
+    def change(module: Any, args: Any) -> Any:
+        heads = args[0].clone()
+        heads[..., size : 2 * size] = 0
+        return (heads,)
+
+    return [Intervention.zero_head(1, 1)], last.register_forward_pre_hook(change)
+
+
+def without_an_expert(llm: LLM, model: Any) -> tuple[list[Intervention], Any]:
+    experts = next(module for name, module in model.named_modules() if name.endswith("layers.1.mlp.experts"))
+
+    def change(module: Any, args: Any) -> Any:
+        hidden, chosen, weights = args
+        return hidden, chosen, weights.masked_fill(chosen == 2, 0.0)
+
+    return [Intervention.zero_expert(1, 2)], experts.register_forward_pre_hook(change)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        *((name, add_to_stream) for name in ("llama", "olmo2", "mamba", "falcon-h1")),
+        *((name, project_out_of_the_last) for name in ("gemma2", "deepseek-v2")),
+        *((name, without_a_head) for name in ("llama", "cohere", "minicpm3")),
+        *((name, without_an_expert) for name in ("mixtral", "gpt-oss")),
+    ],
+)
+def test_interventions_are_those_of_hooks(name: str, make: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    row, folder = TINY_MODELS[name], tiny_checkpoint(name, tmp_path_factory)
+    model, prompt = reference_model(folder), make_prompts(row)[3]
+    one = SamplingParams(temperature=0, max_tokens=1)
+    with one_thread(), LLM(folder, skip_tokenizer_init=True, kv_cache_dtype="float32", **row.engine) as llm:
+        interventions, handle = make(llm, model)
+        try:
+            with torch.no_grad():
+                expected = model(torch.tensor([prompt]), use_cache=False).logits[0]
+        finally:
+            handle.remove()
+        capture = Capture("logits", "prompt")
+        changed, plain = (
+            llm.generate([prompt], one, capture=capture, interventions=own, use_tqdm=False)[0].activations["logits"]
+            for own in (interventions, [])
+        )
+    scale = max(1.0, float(expected.abs().max()))
+    assert float((torch.from_numpy(changed) - expected).abs().max()) / scale < TOLERANCE
+    assert float((torch.from_numpy(plain) - expected).abs().max()) / scale > 10 * TOLERANCE
 
 
 def saved(model_type: str, folder: Path, **more: Any) -> tuple[Path, Any]:
