@@ -1,18 +1,23 @@
 """Compiles every Triton kernel, in every form that operations ask for, for each GPU, without a GPU.
 
-    python tests/gpu/compile.py [--quick] [--write]
+    python tests/gpu/compile.py [--targets sm90,gfx942] [--quick]
 
-The forms are those that the operations launch when they are called with tensors of "meta" of the shapes of real models.
-Fails on a kernel that does not compile, that needs more registers or shared memory than there is, or whose matrix
-instruction depends on the number of rows: they sum in different orders.
+The forms are those that the operations launch for the cases that kernels are compared with (`check.cases`), in each
+type, and for the matrices of an 8B model with few and many rows; with --quick the latter alone, which
+`tests/gpu/test_triton.py` does for one target. Fails on a kernel that does not compile, that spills registers or needs
+more shared memory than there is, or whose matrix instruction depends on the number of rows: they sum in different
+orders. Prints a row for each kernel and target, for docs/howto/devices.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
+import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +26,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llm.kernels.triton.launch import TARGETS, Target
+from llm.kernels.reference.linear import pack
+from llm.kernels.triton import check
+from llm.kernels.triton.backend import kernel, kernel_names
+from llm.kernels.triton.launch import TARGETS, Target, collecting
+from llm.kernels.weight import Weight
 
 _GPU = {name: GPUTarget(t.api, t.arch if t.api == "cuda" else name, 64 if name.startswith("gfx9") else 32)
         for name, t in TARGETS.items()}  # fmt: skip
@@ -103,3 +112,105 @@ def _cuda_resources(built: Any) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
     return int(found[1]), int(found[2])
+
+
+# --- Which forms there are. ---
+
+# (N, K) of an 8B model, and of a small one, whose tiles of outputs are few.
+SHAPES = ((28672, 4096), (4096, 14336), (1024, 4096))
+# What of a GEMM's constants may depend on the number of rows.
+_BY_ROWS = {"BM", "BN", "SPLIT", "SEGMENTS", "SEGMENT"}
+# Bytes of a thread that may lie in memory: a tile of the largest size may spill a little and still be the fastest.
+_SPILLED = 512
+
+
+def of_shapes() -> Iterator[tuple[torch.Tensor, Weight]]:
+    """Activations and weights without memory."""
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    one = torch.zeros(1, 32, dtype=torch.int8)
+    for n, k in SHAPES:
+        exact = replace(pack(one.bfloat16()), data=empty(n, k, dtype=torch.bfloat16), n=n, k=k)
+        rows = empty(n, 1, dtype=torch.float32)
+        eight = replace(pack(one, "int8"), data=empty(n, k, dtype=torch.int8), n=n, k=k).scaled(rows)
+        four = replace(pack(one, "int4"), data=empty(n, k // 2, dtype=torch.uint8), n=n, k=k)
+        in_groups = four.scaled(empty(n, k // 32, dtype=torch.bfloat16), None, 32)
+        levels = four.scaled(rows, None, 32, levels=empty(n, k // 32, dtype=torch.uint8))
+        kinds = (exact, eight, replace(eight, activations="int8"), in_groups, replace(levels, activations="int8"))
+        for weight in kinds:
+            for m in (1, 2048):
+                yield empty(m, k, dtype=torch.bfloat16), weight
+
+
+def forms(target: str, quick: bool) -> dict[Form, str]:
+    """Every form that is launched -> the operation that launches it first."""
+    found: dict[Form, str] = {}
+
+    def collect(name: str, *args: Any, **kwargs: Any) -> None:
+        with collecting(target) as collected:
+            kernel(name)(*args, **kwargs)
+        for launched in collected.launches:
+            found.setdefault(form_of(*launched), name)
+
+    for x, weight in of_shapes():
+        collect("linear", x, weight)
+    for name in [] if quick else kernel_names():
+        for case in check.cases(name):
+            for dtype in check.ALLOWED:
+                args = [check._as_type(item, dtype, at in case.changed) for at, item in enumerate(case.args)]
+                collect(name, *args, **case.kwargs)
+    return found
+
+
+def faults(compiled: Compiled, target: Target) -> list[str]:
+    said = []
+    if compiled.shared > target.shared:
+        said.append(f"{compiled.shared} bytes of shared memory, {target.shared} are there")
+    if compiled.registers > target.registers:
+        said.append(f"{compiled.registers} registers, {target.registers} are there")
+    if compiled.spilled > _SPILLED:
+        said.append(f"{compiled.spilled} bytes of registers spilled")
+    return said
+
+
+def compile_target(name: str, quick: bool) -> list[str]:
+    """What is wrong with the kernels on this target; prints a row for each kernel."""
+    target, wrong = TARGETS[name], []
+    rows: dict[str, list[Compiled]] = {}
+    products: dict[tuple[Any, ...], set[str]] = {}
+    for form, operation in forms(name, quick).items():
+        label = f"{name} {form.kernel.fn.__name__} of {operation}"
+        try:
+            compiled = compile_form(form, target)
+        except Exception as error:  # whatever a compiler raises is the finding
+            wrong.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            continue
+        own = dict(form.constants)
+        wrong += [f"{label}: {text} ({own})" for text in faults(compiled, target)]
+        rows.setdefault(form.kernel.fn.__name__, []).append(compiled)
+        fixed = tuple((key, value) for key, value in form.constants if key not in _BY_ROWS)
+        products.setdefault((label, form.signature, fixed), set()).update(compiled.products)
+    wrong += [f"{label}: several matrix instructions, {sorted(each)}"
+              for (label, *_), each in products.items() if len(each) > 1]  # fmt: skip
+    for kernel_name, each in rows.items():
+        registers, shared = max(one.registers for one in each), max(one.shared for one in each)
+        spilled = max(one.spilled for one in each)
+        sizes = f"up to {registers} registers, {spilled} bytes spilled, {shared // 1024} KiB of shared memory"
+        print(f"{name:<8} {kernel_name:<16} {len(each):>4} forms, {sizes}", flush=True)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    wrong = [line for name in args.targets.split(",") for line in compile_target(name, args.quick)]
+    print("\n".join(wrong) or "nothing is wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
