@@ -43,7 +43,7 @@ _TYPES = (torch.float32, torch.bfloat16)
 # Each has a context of the device, of some hundred MB.
 _MOST_PROCESSES = 8
 # Of logits, which are float32 whatever the activations are.
-_FLOAT32 = {"log_softmax", "argmax", "gather_logprobs", "block_sums", "draw_nucleus", "select_experts"}
+FLOAT32 = {"log_softmax", "argmax", "gather_logprobs", "block_sums", "draw_nucleus", "select_experts"}
 
 
 class Case(NamedTuple):
@@ -278,7 +278,7 @@ def disagreement(
 
 
 def _difference(name: str, operation: Operation, case: Case, device: torch.device, dtype: torch.dtype) -> str:
-    dtype = torch.float32 if name in _FLOAT32 else dtype
+    dtype = torch.float32 if name in FLOAT32 else dtype
     narrow = [_as_type(item, dtype, at in case.changed) for at, item in enumerate(case.args)]
     there = [_moved(item, device) for item in narrow]
     kwargs = {key: _moved(value, device) for key, value in case.kwargs.items()}

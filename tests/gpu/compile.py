@@ -158,7 +158,7 @@ def forms(target: str, quick: bool) -> dict[Form, str]:
         collect("linear", x, weight)
     for name in [] if quick else kernel_names():
         for case in check.cases(name):
-            for dtype in check.ALLOWED:
+            for dtype in [torch.float32] if name in check.FLOAT32 else check.ALLOWED:
                 args = [check._as_type(item, dtype, at in case.changed) for at, item in enumerate(case.args)]
                 collect(name, *args, **case.kwargs)
     return found
