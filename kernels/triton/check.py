@@ -331,8 +331,13 @@ def _error(own: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> str:
         same = torch.equal(own.view(torch.uint8) if own.dtype.itemsize == 1 else own,
                            theirs.view(torch.uint8) if theirs.dtype.itemsize == 1 else theirs)  # fmt: skip
         return "" if same else "other integers"
-    error = float((own.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp(min=1e-30))
-    return "" if error <= ALLOWED[dtype] else f"an error of {error:.1e}, allowed are {ALLOWED[dtype]:.0e}"
+    own, theirs = own.double().flatten(), theirs.double().flatten()
+    errors = (own - theirs).abs() / theirs.abs().max().clamp(min=1e-30)
+    if bool((errors <= ALLOWED[dtype]).all()):
+        return ""
+    at = int(errors.argmax())
+    where = f"number {at} of {len(own)} is {float(own[at]):.7g}, not {float(theirs[at]):.7g}"
+    return f"an error of {float(errors[at]):.1e}, allowed are {ALLOWED[dtype]:.0e}: {where}"
 
 
 def _tensors(found: Any) -> list[torch.Tensor]:
