@@ -106,7 +106,7 @@ def update_weights(llm: LLM, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_new_weights(llm: LLM, path: str | Path) -> None:
-    from llm.setup.source import read_model
+    from llm.setup.model_folder import read_model
 
     before, found = read_model(llm._args), read_model(replace(llm._args, model=path))
     if (found.model_class, found.architecture) != (before.model_class, before.architecture):
@@ -224,7 +224,7 @@ def _set_processors(llm: LLM, classes: Sequence[type[LogitsProcessor]]) -> None:
 def plan(model: str | Path, calibrate: bool, arguments: Mapping[str, object], image: str | None = None) -> ModelPlan:
     """`LLM.plan`; the highest speed to expect follows from what was measured of this machine."""
     from llm.setup.preview import preview, with_image
-    from llm.tools.bench import calibrate as bench
+    from llm.tools.bench import machine as bench
 
     check_flag("calibrate", calibrate)
     known = {item.name for item in fields(EngineArgs)}
@@ -305,7 +305,7 @@ def compare(
 
 def _is_quantized(model: str | Path, arguments: Mapping[str, object]) -> bool:
     """The checkpoint is quantized already, as its headers say."""
-    from llm.setup.source import read_model
+    from llm.setup.model_folder import read_model
 
     known = {item.name for item in fields(EngineArgs)} - {"quantization", "requantize", "calibration"}
     given: JsonObject = {name: value for name, value in arguments.items() if name in known}

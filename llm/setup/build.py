@@ -32,8 +32,15 @@ from llm.setup.extensions import (
     without_broken_platforms,
 )
 from llm.setup.memory import merged_adapter
+from llm.setup.model_folder import (
+    ReadModel,
+    default_params,
+    eos_token_ids,
+    generation_defaults,
+    read_model,
+    read_tokenizer,
+)
 from llm.setup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons, with_sampling_defaults
-from llm.setup.source import ReadModel, default_params, eos_token_ids, generation_defaults, read_model, read_tokenizer
 
 
 @dataclass(frozen=True)

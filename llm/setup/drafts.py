@@ -12,8 +12,8 @@ from llm.models.decoder import DecoderConfig, DecoderForCausalLM
 from llm.models.eagle3 import NUM_TAPS, Eagle3Config, Eagle3ForCausalLM
 from llm.platforms import Platform
 from llm.runner.speculation.speculator import MOST_ROWS
+from llm.setup.model_folder import Implementation, ReadModel, read_model, read_tokenizer
 from llm.setup.plan import make_plan
-from llm.setup.source import Implementation, ReadModel, read_model, read_tokenizer
 from llm.text.tokenizer import Tokenizer
 
 # A row's tokens after the last full block are computed anew at each draft.

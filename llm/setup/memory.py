@@ -40,7 +40,7 @@ from llm.quantization.on_load import RECIPES, OnlineConfig
 from llm.quantization.schemes import IntegerMethod
 from llm.quantization.storage import StreamedStorage
 from llm.runner.inspection import count_model
-from llm.setup.source import ReadModel
+from llm.setup.model_folder import ReadModel
 
 _BYTES_PER_ID = 4
 # Beside offloaded weights: what loading and computing need at once, besides copies of the largest tensor.

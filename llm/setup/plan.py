@@ -61,7 +61,7 @@ from llm.setup.memory import (
     resolve_dtype,
     widened_bytes,
 )
-from llm.setup.source import ReadModel
+from llm.setup.model_folder import ReadModel
 
 _TAKEN_AS_THEY_ARE = "block_size enable_prefix_caching load_format max_logprobs logprobs_mode seed revision".split()
 

@@ -39,8 +39,8 @@ from llm.plugins import load_general_plugins
 from llm.quantization.on_load import OnlineConfig
 from llm.setup.extensions import let_platform_update, without_broken_platforms
 from llm.setup.memory import ModelSizes
+from llm.setup.model_folder import ReadModel, check_supported, read_model
 from llm.setup.plan import make_plan, weight_bytes_in_memory
-from llm.setup.source import ReadModel, check_supported, read_model
 
 # Lengths that the table of sequences has, besides the longest.
 _LENGTHS = (512, 2048, 8192, 32768)

@@ -26,7 +26,7 @@ from llm.errors import LLMError, ValidationError
 from llm.kernels.state import kernel_state, slower_targets
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.limits import cpu_quota
-from llm.tools.bench.calibrate import CpuWatch
+from llm.tools.bench.machine import CpuWatch
 
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "tqdm", "jinja2")
 _EXTRAS = ("llguidance", "pandas", "pyarrow", "matplotlib", "ipywidgets", "datasets", "ray", "vllm")

@@ -12,7 +12,7 @@ from llm.cli import main
 from llm.kernels.cpu import build
 from llm.platforms.cpu import CpuPlatform
 from llm.tools import doctor
-from llm.tools.bench import calibrate
+from llm.tools.bench import machine
 
 
 def named(root: Path = Path("/")) -> dict[str, doctor.Finding]:
@@ -64,7 +64,7 @@ def test_each_fault_has_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(build, "packaged_library", lambda target: None)
     monkeypatch.setattr(build, "_COMPILERS", ())
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(calibrate.CpuWatch, "__exit__", lambda self, *_: setattr(self, "other_cores", 1.5))
+    monkeypatch.setattr(machine.CpuWatch, "__exit__", lambda self, *_: setattr(self, "other_cores", 1.5))
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 2000000 kB\nMemAvailable: 100000 kB\n")

@@ -168,7 +168,7 @@ def greedy(llm: Any) -> Callable[[list[list[int]], int], list[list[int]]]:
 
 def ours(folder: str, arguments: dict[str, object]) -> dict[str, object]:
     from llm import LLM
-    from llm.tools.bench.calibrate import calibrate, calibrate_for
+    from llm.tools.bench.machine import calibrate, calibrate_for
 
     before = calibrate(1.0).rates.bytes_per_s
     options = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "kv_cache_dtype": "float32"}

@@ -28,7 +28,7 @@ import torch
 from llm.kernels.select import backend_for
 from llm.platforms import select_platform
 from llm.runner.inspection import ModelCost
-from llm.tools.bench.calibrate import _read_rate
+from llm.tools.bench.machine import _read_rate
 
 ROOT = Path(__file__).parents[2]
 MARKS = ("<!-- recurrent -->", "<!-- end of recurrent -->")

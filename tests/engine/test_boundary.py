@@ -34,8 +34,8 @@ from llm.platforms.cpu import CpuPlatform
 from llm.runner.model_runner import ModelRunner
 from llm.sampling_params import StructuredOutputsParams
 from llm.setup.build import make_runner
+from llm.setup.model_folder import read_model
 from llm.setup.plan import make_plan
-from llm.setup.source import read_model
 from llm.tools.bench.session import profile
 
 

@@ -21,8 +21,8 @@ from llm.llm import EMBEDDED_MODEL
 from llm.loading.checkpoint import Checkpoint
 from llm.platforms.cpu import CpuPlatform
 from llm.setup.preview import ModelPlan
-from llm.tools.bench import calibrate as stored
-from llm.tools.bench.calibrate import Calibration, Rate
+from llm.tools.bench import machine as stored
+from llm.tools.bench.machine import Calibration, Rate
 
 MIB = 1 << 20
 
@@ -173,7 +173,7 @@ def test_speed_is_measured_only_when_asked_and_remembered(monkeypatch: pytest.Mo
     assert LLM.plan().decode_tokens_per_second is None and "not measured" in str(LLM.plan())
     name, cores = CpuPlatform().get_device_name(), len(system.cores())
     measured = Calibration(name, cores, torch.get_num_threads(), Rate(1e9, 0.0, 5), Rate(1e12, 0.5, 5), None)
-    monkeypatch.setattr("llm.tools.bench.calibrate.calibrate", lambda seconds: measured)
+    monkeypatch.setattr("llm.tools.bench.machine.calibrate", lambda seconds: measured)
     for quantization in (None, "w4a16"):
         plan = LLM.plan(calibrate=True, quantization=quantization)
         assert plan.decode_tokens_per_second == pytest.approx(1e9 / plan.weight_bytes)  # the embedding is the LM head

@@ -26,7 +26,7 @@ from llm.engine.stats import EngineStats
 from llm.llm import LLM
 from llm.runner.inspection import ModelCost
 from llm.sampling_params import SamplingParams
-from llm.tools.bench.calibrate import CpuWatch
+from llm.tools.bench.machine import CpuWatch
 from llm.tools.bench.workloads import PREFILL_REPS, Workload, make_workload
 
 if TYPE_CHECKING:

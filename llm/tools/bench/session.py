@@ -26,7 +26,7 @@ from llm.engine.step import SchedulerOutput
 from llm.llm import EMBEDDED_MODEL, LLM
 from llm.loading.resolve import resolve_folder
 from llm.runner.profile import ENGINE, Recorder, replaced
-from llm.tools.bench.calibrate import Calibration, busy_warning, calibrate, calibrate_for
+from llm.tools.bench.machine import Calibration, busy_warning, calibrate, calibrate_for
 from llm.tools.bench.measure import (
     Agreement,
     Contestant,
