@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -191,6 +192,15 @@ class Staging:
         return part[: like.nbytes].view(like.dtype).view(like.shape)
 
 
+class SharedMemory(Protocol):
+    """See `llm.layers.parallel.Communicator`, whose methods these are."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor: ...
+    def pick(self, x: torch.Tensor, owners: torch.Tensor) -> torch.Tensor: ...
+    def abort(self) -> None: ...
+    def restart(self) -> None: ...
+
+
 class Operations:
     """Every operation as an attribute: `ops.rms_norm(x, weight, eps)`."""
 
@@ -341,6 +351,15 @@ class Backend:
         elif self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._staging.waited()
+
+    def shared_memory(self, rank: int, ranks: int, file: Path, timeout_s: float) -> SharedMemory | None:
+        """What ranks gather through, which are processes of one machine; None: this backend has none.
+
+        Args:
+            file: that all of them map. Rank 0 makes it; it may be deleted once all have called this.
+            timeout_s: how long a rank waits for another.
+        """
+        return None
 
     def clear(self) -> None:
         """Free the memory pool and end the worker threads; the next call creates both again."""

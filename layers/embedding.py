@@ -103,7 +103,11 @@ class VocabParallelEmbedding(PluggableLayer):
 
     quant_kind = "embedding"
     is_lm_head = False
-    logit_columns: torch.Tensor
+    # Where the logits of each id are among those of all ranks; None: in order.
+    logit_columns: torch.Tensor | None
+    # With several ranks, of each id, int64 [ids, 1]: its row, 0 on other ranks than its own; its rank.
+    row_of_id: torch.Tensor
+    rank_of_id: torch.Tensor
     # Of rows that are read by id, and of the logits; None: no adapter can change them.
     adapters: LayerAdapters | None = None
     head_adapters: LayerAdapters | None = None
@@ -140,7 +144,13 @@ class VocabParallelEmbedding(PluggableLayer):
         self.is_plain = self.num_embeddings_padded == num_embeddings and tp.size == 1
         if not self.is_plain:
             columns = gathered_columns(num_embeddings, self.org_vocab_size, padding_size, tp.size)
-            self.register_buffer("logit_columns", columns, persistent=False)
+            in_order = self.org_vocab_size == num_embeddings
+            self.register_buffer("logit_columns", None if in_order else columns, persistent=False)
+        if tp.size > 1:
+            own, _ = self.shard.row_of(torch.arange(num_embeddings))
+            self.register_buffer("row_of_id", own.view(-1, 1), persistent=False)
+            self.register_buffer("rank_of_id", (columns // self.shard.rows).view(-1, 1), persistent=False)
+            self._ops = backend_of_construction().ops
         self.bias: nn.Parameter | None = None
         dtype = params_dtype or torch.get_default_dtype()
         self._activations = construction().activations
@@ -185,6 +195,29 @@ class VocabParallelEmbedding(PluggableLayer):
             self._copy_rows(param, loaded, output_dim)
         return param.numel()
 
+    def rows_of_rank(self, loaded: torch.Tensor, shard_id: object) -> torch.Tensor:
+        """This rank's rows of a tensor with a row per id, or per original id; padding and other added ids are zeros.
+
+        Raises ValueError if it has another number of rows.
+        """
+        if self.is_plain:
+            return loaded
+        if len(loaded) not in (self.num_embeddings, self.org_vocab_size):
+            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {self.num_embeddings} rows")
+        own = loaded.new_zeros(self.shard.rows, *loaded.shape[1:])
+        for start, end, row in self._places(len(loaded)):
+            own[row : row + end - start] = loaded[start:end]
+        return own
+
+    def _places(self, count: int) -> list[tuple[int, int, int]]:
+        """(first, end, row) of each run of ids that this rank has of the first `count`."""
+        shard = self.shard
+        runs = (
+            (shard.org_start, min(shard.org_end, count), 0),
+            (shard.added_start, min(shard.added_end, count), shard.org_rows),
+        )
+        return [(start, end, row) for start, end, row in runs if end > start]
+
     def _copy_rows(self, param: nn.Parameter, loaded: torch.Tensor, dim: int) -> None:
         shard, target = self.shard, param.data
         if target.shape[dim] != shard.rows:
@@ -192,20 +225,18 @@ class VocabParallelEmbedding(PluggableLayer):
                 f"is stored as {target.shape[dim]} rows, which do not follow the {shard.rows} of the shard"
             )
         target.zero_()
-        for start, end, row in (
-            (shard.org_start, shard.org_end, 0),
-            (shard.added_start, min(shard.added_end, loaded.shape[dim]), shard.org_rows),
-        ):
-            if end > start:
-                fill_rows(param, dim, row, loaded.narrow(dim, start, end - start))
+        for start, end, row in self._places(loaded.shape[dim]):
+            fill_rows(param, dim, row, loaded.narrow(dim, start, end - start))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.is_plain:
             found = self._rows(token_ids)
             return found if self.adapters is None else self.adapters.add(found, token_ids)
-        rows, held = self.shard.row_of(token_ids)
-        own = self._rows(rows)
-        return self.tp.all_reduce(own.masked_fill(~held.unsqueeze(-1), 0.0))
+        if self.tp.size == 1:
+            return self._rows(self.shard.row_of(token_ids)[0])
+        select = self._ops.select_rows
+        rows, owners = (select(table, token_ids).view(-1) for table in (self.row_of_id, self.rank_of_id))
+        return self.tp.pick(self._rows(rows), owners)
 
     def _rows(self, rows: torch.Tensor) -> torch.Tensor:
         found = self.quant_method.embedding(self, rows)
@@ -301,6 +332,8 @@ class LogitsLayer(PluggableLayer):
     def _of_ids(self, lm_head: VocabParallelEmbedding, own: torch.Tensor) -> torch.Tensor:
         """This rank's logits -> the logits of all ranks, one column per id."""
         if not lm_head.is_plain:
-            own = lm_head.tp.all_gather(own)[..., lm_head.logit_columns]
+            own = lm_head.tp.all_gather(own)
+            if lm_head.logit_columns is not None:
+                own = own[..., lm_head.logit_columns]
         own = own[..., : self.org_vocab_size] if self.org_vocab_size < own.shape[-1] else own
         return own if own.dtype is torch.float32 else own.float()

@@ -96,7 +96,7 @@ class LatentProjection(ColumnParallelLinear):
         prefix: str = "",
         tp: TensorParallel = SINGLE,
     ) -> None:
-        self.num_heads, self.key_size = tp.share("num_attention_heads", num_heads), key_size
+        self.num_heads, self.key_size = tp.share("num_attention_heads", num_heads, prefix), key_size
         super().__init__(
             latent_size,
             num_heads * (key_size + value_size),

@@ -1,16 +1,18 @@
 """Linear layers: shapes, the slice of each matrix that a rank holds, and loading checkpoint shards into fused weights.
 
-`quant_method.apply` is the arithmetic; `parallel.py` combines the partial results of ranks.
+Ranks split the rows of every matrix, its outputs, and gather what they computed: a sum over inputs is one rank's, so
+its bits do not depend on the number of ranks. `quant_method.apply` is the arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import nn
 
+from llm.base.checks import refuse
 from llm.base.custom_op import PluggableLayer
 from llm.base.watch import Patchable
 from llm.errors import ValidationError
@@ -43,7 +45,7 @@ class LinearBase(PluggableLayer):
     """y = x W^T + bias, with the weight behind `quant_method`.
 
     Shapes: x float [..., K] -> y float [..., N]. Sizes are of the whole matrix; this rank holds
-    `output_partition_sizes` rows and `input_size_per_partition` columns of W.
+    `output_partition_sizes` rows of W.
 
     Args:
         input_size: K.
@@ -64,9 +66,8 @@ class LinearBase(PluggableLayer):
     """
 
     quant_kind = "linear"
-    # Whether ranks split the rows or the columns of the weight.
+    # Whether ranks split the rows of the weight.
     splits_outputs: ClassVar[bool] = False
-    splits_inputs: ClassVar[bool] = False
     # The operand of a `PackedLinearMethod`'s GEMM, once the weight is loaded.
     packed_weight: Weight | None = None
     # None: no adapter can change the layer.
@@ -103,7 +104,7 @@ class LinearBase(PluggableLayer):
         self.prefix = prefix
         self.skip_bias_add = skip_bias_add
         self.return_bias = return_bias
-        self.input_size_per_partition = self.tp.share("input_size", input_size) if self.splits_inputs else input_size
+        self.input_size_per_partition = input_size  # a name of vLLM's, where ranks may split the columns
         self.output_partition_sizes = [size // self.parts(index) for index, size in enumerate(output_sizes)]
         self.output_size_per_partition = sum(self.output_partition_sizes)
         dtype = params_dtype or torch.get_default_dtype()
@@ -137,38 +138,49 @@ class LinearBase(PluggableLayer):
         If there are fewer parts than ranks, several ranks hold the same part.
         """
         if self.splits_outputs:
-            self.tp.share("output_size", self.output_sizes[index])
+            self.tp.share("output_size", self.output_sizes[index], self.prefix)
             return self.tp_size
         return 1
 
     def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
         """Copy this rank's slice of `loaded`, which is logical matrix `shard_id`, or all of them stacked if None.
 
-        `param.output_dim` and `param.input_dim` are the dimensions along the rows and columns of the weight. They may
-        be shorter than those (packed values, scales of groups); slices then shrink in proportion. `param.shard_slots`
-        says that it has one number per logical matrix, held by every rank. Returns how many elements of `param` were
-        filled; raises ValueError if the shapes disagree.
+        `param.output_dim` is the dimension along the rows of the weight. It may be shorter than those (packed values,
+        scales of blocks); slices then shrink in proportion. `param.shard_slots` says that it has one number per logical
+        matrix, held by every rank. Returns how many elements of `param` were filled; raises ValueError if the shapes
+        disagree.
         """
         if getattr(param, "shard_slots", False):
             return self._load_slots(param, loaded, shard_id)
         output_dim = getattr(param, "output_dim", None)
-        input_dim = getattr(param, "input_dim", None) if self.splits_inputs else None
         indices = range(len(self.output_sizes)) if shard_id is None else [self.shard_ids.index(shard_id)]
         lengths = [0] * len(self.output_sizes) if output_dim is None else self._lengths(param, output_dim)
         expected = list(param.shape)
         if output_dim is not None:
             expected[output_dim] = sum(lengths[index] * self.parts(index) for index in indices)
-        if input_dim is not None:
-            expected[input_dim] *= self.tp_size
         if list(loaded.shape) != expected:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {expected}")
-        if input_dim is not None:
-            columns = param.shape[input_dim]
-            loaded = loaded.narrow(input_dim, self.tp_rank * columns, columns)
         if output_dim is None:
             param.data.copy_(loaded)
             return param.numel()
         return self._copy_rows(param, loaded, output_dim, lengths, indices)
+
+    def rows_of_rank(self, loaded: torch.Tensor, shard_id: object) -> torch.Tensor:
+        """This rank's rows of a tensor [N, ...] that is logical matrix `shard_id`, or all of them stacked if None.
+
+        Raises ValueError if it has another number of rows.
+        """
+        if self.tp_size == 1:
+            return loaded
+        indices = range(len(self.output_sizes)) if shard_id is None else [self.shard_ids.index(shard_id)]
+        sizes = [self.output_sizes[index] for index in indices]
+        if loaded.dim() < 1 or len(loaded) != sum(sizes):
+            raise ValueError(f"has shape {list(loaded.shape)}, the model needs {sum(sizes)} rows")
+        parts = [
+            matrix.chunk(self.parts(index))[self.tp_rank * self.parts(index) // self.tp_size]
+            for index, matrix in zip(indices, loaded.split(sizes), strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _load_slots(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any) -> int:
         index = None if shard_id is None else self.shard_ids.index(shard_id)
@@ -181,7 +193,9 @@ class LinearBase(PluggableLayer):
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(target.shape)}")
         return target.numel()
 
-    def _copy_rows(self, param: nn.Parameter, loaded: torch.Tensor, dim: int, lengths: list[int], indices: Any) -> int:
+    def _copy_rows(
+        self, param: nn.Parameter, loaded: torch.Tensor, dim: int, lengths: list[int], indices: Iterable[int]
+    ) -> int:
         filled = source_start = 0
         for index in indices:
             length, parts = lengths[index], self.parts(index)
@@ -361,12 +375,12 @@ class QKVParallelLinear(ColumnParallelLinear):
         self._kv_parts = min(tp.size, total_num_kv_heads)
         if total_num_kv_heads % self._kv_parts or tp.size % self._kv_parts:
             raise ValidationError(
-                f"total_num_kv_heads={total_num_kv_heads} neither divides nor is divided by {tp.size} ranks.",
+                f"{prefix}: total_num_kv_heads={total_num_kv_heads} neither divides nor is divided by {tp.size} ranks.",
                 parameter="total_num_kv_heads",
                 value=total_num_kv_heads,
             )
         sizes = [total_num_heads * head_size, total_num_kv_heads * head_size, total_num_kv_heads * head_size]
-        num_heads = tp.share("total_num_heads", total_num_heads)
+        num_heads = tp.share("total_num_heads", total_num_heads, prefix)
         super().__init__(
             hidden_size,
             sum(sizes),
@@ -413,15 +427,17 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 @PluggableLayer.register("row_parallel_linear")
 class RowParallelLinear(LinearBase):
-    """Ranks split the columns of W (the inputs): y is the sum over ranks of x_r W_r^T. The bias is added once.
+    """A projection of what ranks hold slices of: x is gathered, ranks split the rows of W, and y is gathered.
+
+    vLLM's ranks split the columns and add their terms, in an order that depends on how many there are.
 
     Args:
-        input_is_parallel: x is this rank's slice; False: x is whole and this rank takes its slice.
-        reduce_results: give every rank the sum; False: each keeps its term (rank 0's includes the bias).
+        input_is_parallel: x is this rank's slice; False: x is whole.
+        reduce_results: give every rank the whole y; False is for one rank alone.
         Further arguments: `LinearBase`.
     """
 
-    splits_inputs = True
+    splits_outputs = True
 
     def __init__(
         self,
@@ -446,17 +462,20 @@ class RowParallelLinear(LinearBase):
             prefix=prefix,
             **kwargs,
         )
+        if self.tp_size > 1 and not reduce_results:
+            refuse("reduce_results", reduce_results, "True: ranks hold no terms of a sum, but parts of the outputs")
+        if self.tp_size > 1 and skip_bias_add:
+            refuse("skip_bias_add", skip_bias_add, "False: a rank has the bias of its own outputs alone")
+        if input_is_parallel:
+            self.tp.share("input_size", input_size, prefix)
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
 
     def forward(self, x: torch.Tensor) -> Output:
-        if not self.input_is_parallel:
-            width = self.input_size_per_partition
-            x = x.narrow(-1, self.tp_rank * width, width)
-        adds_bias = self.tp_rank == 0 and not self.skip_bias_add
-        y = self._multiply(x, self.bias if adds_bias else None)
-        if self.reduce_results:
-            y = self.tp.all_reduce(y)
+        if self.tp_size == 1:
+            return super().forward(x)
+        y = self._multiply(self.tp.all_gather(x) if self.input_is_parallel else x, self.bias)
+        y = self.tp.all_gather(y)
         return self._result(y) if self.return_bias else y
 
 

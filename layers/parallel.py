@@ -1,12 +1,13 @@
-"""Tensor parallelism as one layer sees it: this rank's slice of a matrix, and combining the ranks' partial results.
+"""Tensor parallelism as one layer sees it: this rank's slice of a matrix, and gathering what the ranks computed.
 
-A group of one needs no communicator; a larger group uses the platform's.
+Nothing is added up over ranks: every output is computed whole by one of them, and then all have it. So the bits of an
+answer do not depend on the number of ranks. A group of one needs no communicator; a larger group uses the platform's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 
@@ -15,23 +16,51 @@ from llm.platforms.interface import Platform
 from llm.plugins import load_class
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of one `LLM` find each other.
+
+    Attributes:
+        folder: an empty folder that only this user can read, until all ranks have met.
+        timeout_s: how long a rank waits for another inside a step.
+    """
+
+    folder: Path
+    timeout_s: float
+
+
 class Communicator:
     """The collectives that layers use; the result is the same on every rank.
 
-    A platform names a subclass in `Platform.get_communicator_cls`.
+    A platform names a subclass in `Platform.get_communicator_cls`. All ranks call the same ones in the same order.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank = rank
         self.size = size
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's x."""
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's x [..., n], concatenated along the last dimension in order of rank.
+
+        Raises `RankError` if another rank does not come, or came with another shape.
+        """
         raise NotImplementedError
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's x [..., n], concatenated along the last dimension in order of rank."""
+    def pick(self, x: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+        """x [m, n] of each rank, owners int64 [m] -> [m, n], whose row i is that of rank owners[i]. Raises as above."""
+        every = self.all_gather(x).view(-1, x.shape[-1])
+        return every[torch.arange(0, len(every), self.size, device=x.device) + owners]
+
+    def abort(self) -> None:
+        """End the step for all ranks: those that wait, and those that come, get a `RankError`. From any thread."""
         raise NotImplementedError
+
+    def restart(self) -> None:
+        """Forget an aborted step; called by rank 0 while no other rank is in a step."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of what the ranks share."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +80,20 @@ class TensorParallel:
                 f"rank={self.rank} is outside of a group of {self.size}.", parameter="rank", value=self.rank
             )
 
-    def share(self, name: str, total: int) -> int:
-        """`total` / `size`; raises `ValidationError` if it does not divide evenly."""
+    def share(self, name: str, total: int, layer: str = "") -> int:
+        """`total` / `size`; raises `ValidationError`, which names the layer, if it does not divide evenly."""
         if total % self.size:
+            of_layer = f"{layer}: " if layer else ""
             raise ValidationError(
-                f"{name}={total} cannot be split evenly over {self.size} ranks.", parameter=name, value=total
+                f"{of_layer}{name}={total} cannot be split evenly over {self.size} ranks.", parameter=name, value=total
             )
         return total // self.size
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.size == 1 else self._connected().all_reduce(x)
-
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.size == 1 else self._connected().all_gather(x)
+
+    def pick(self, x: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+        return x if self.size == 1 else self._connected().pick(x, owners)
 
     def _connected(self) -> Communicator:
         if self.communicator is None:
@@ -74,10 +104,13 @@ class TensorParallel:
 SINGLE = TensorParallel()
 
 
-def tensor_parallel(platform: Platform, rank: int, size: int) -> TensorParallel:
-    """A place in a group of `size`, with the platform's communicator; `ValidationError` if it has none."""
-    if size == 1:
-        return SINGLE
+def communicator_cls(platform: Platform) -> type[Communicator]:
+    """The platform's; `ValidationError` if it has none."""
     who = f"{type(platform).__name__}.get_communicator_cls"
-    cls: Any = load_class(platform.get_communicator_cls(), Communicator, who, platform.plugin)
-    return TensorParallel(rank, size, cls(rank, size))
+    cls: type[Communicator] = load_class(platform.get_communicator_cls(), Communicator, who, platform.plugin)
+    return cls
+
+
+def tensor_parallel(platform: Platform, rank: int, size: int, meeting: Meeting) -> TensorParallel:
+    """A place in a group of `size`, with the platform's communicator."""
+    return TensorParallel(rank, size, communicator_cls(platform)(rank, size, meeting))

@@ -136,6 +136,7 @@ _PUBLIC = {
     "LogitsProcessorError": "llm.errors",
     "SamplingError": "llm.errors",
     "WorkerDiedError": "llm.errors",
+    "RankError": "llm.errors",
     "EngineBusyError": "llm.errors",
     "ArgumentError": "llm.errors",
     "serve": "llm.tools.serve.server",

@@ -22,6 +22,7 @@ __all__ = [
     "OutOfMemoryError",
     "PluginError",
     "PromptTooLongError",
+    "RankError",
     "RowError",
     "SamplingError",
     "TokenOutOfRangeError",
@@ -101,6 +102,18 @@ class PluginError(LLMError, RuntimeError):
     def __init__(self, message: str, *, plugin: Any = None):
         super().__init__(message)
         self.plugin = plugin
+
+
+class RankError(LLMError, RuntimeError):
+    """A step of several ranks was given up.
+
+    Attributes:
+        late: the rank that did not come to it; 0: another reason.
+    """
+
+    def __init__(self, message: str, late: int = 0):
+        super().__init__(message)
+        self.late = late
 
 
 class EngineClosedError(LLMError, RuntimeError):

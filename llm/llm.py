@@ -145,6 +145,9 @@ class LLM:
             memory, or have a GPU each.
         devices: of the replicas: `["cuda:0", "cuda:1"]`; sets of processors, `[{0, 1}, {2, 3}]`; or "all": every GPU,
             or else every NUMA node.
+        tensor_parallel_size: how many processes of this machine share the model, "ranks": each has its part of the
+            weights and of the KV cache, and `num_threads` threads, by default an equal share of them. Answers have the
+            bits of one process.
         offload_weights: weights that memory has no room for are kept in a file and read when they are used, which is
             slow; None: if they do not fit; True: all of them; False: refuse what does not fit.
             The file is in LLM_OFFLOAD_FOLDER, by default in the cache folder. `llm.config` says what is where.
@@ -226,6 +229,7 @@ class LLM:
         num_threads: int | None = None,
         data_parallel_size: int = 1,
         devices: object = None,
+        tensor_parallel_size: int = 1,
         offload_weights: bool | None = None,
         device: str = "auto",
         compilation_config: object = None,

@@ -87,6 +87,11 @@ class CpuPlatform(Platform):
             return super().get_backend_cls()
         return "llm.kernels.cpu.backend.CpuBackend"
 
+    def get_communicator_cls(self) -> str:
+        if self.kind is not PlatformEnum.CPU:
+            return super().get_communicator_cls()
+        return "llm.layers.communicators.SharedMemoryCommunicator"
+
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.float32,)
 

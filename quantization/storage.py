@@ -212,6 +212,8 @@ class StreamedStorage(WeightStorage):
     ) -> None:
         self._sizes, self._columns, self._ready = sizes, columns, ready
         self._shard_ids: tuple[Any, ...] = tuple(getattr(layer, "shard_ids", ()))
+        # Of a layer that ranks share, what takes this rank's rows out of a tensor.
+        self._rows_of_rank: Callable[[torch.Tensor, object], torch.Tensor] | None = getattr(layer, "rows_of_rank", None)
         self._platform = construction().platform
         self._scratch, self._device = construction().scratch, construction().device
         data = torch.empty(sum(sizes), columns, dtype=self._stored_dtype or dtype, device="meta")
@@ -236,6 +238,8 @@ class StreamedStorage(WeightStorage):
         count = sum(self._sizes) if shard_id is None else self._sizes[shard]
         if self._values is None:
             self._values = self._allocated()
+        if self._rows_of_rank is not None:
+            loaded = self._rows_of_rank(loaded, shard_id)
         self.fill(self._values, slice(start, start + count), loaded, shard)
         self._rows_loaded += count
         if self._rows_loaded == sum(self._sizes):

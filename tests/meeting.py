@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 from typing import Any
 
 import torch
 
-from llm.layers.parallel import TensorParallel
+from llm.layers.parallel import Communicator, TensorParallel
+from llm.layers.parallel import Meeting as MeetingPlace
+
+NOWHERE = MeetingPlace(Path(), 0.0)
 
 
 class Meeting:
@@ -23,14 +27,11 @@ class Meeting:
     def of(self, rank: int) -> TensorParallel:
         meeting = self
 
-        class Place:
-            def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-                return torch.stack(meeting.exchange(rank, x)).sum(0)
-
+        class Place(Communicator):
             def all_gather(self, x: torch.Tensor) -> torch.Tensor:
                 return torch.cat(meeting.exchange(rank, x), dim=-1)
 
-        return TensorParallel(rank, self.size, Place())
+        return TensorParallel(rank, self.size, Place(rank, self.size, NOWHERE))
 
     def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
         self.parts[rank] = x

@@ -7,11 +7,13 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from llm.kernels.backend import OPERATIONS, Backend, NotRecordable, Operation, StepSize
 from llm.kernels.cpu import build
+from llm.kernels.cpu.gather import MappedMemory
 from llm.kernels.cpu.library import Library, choose_target, load_library, requested_isa
 from llm.kernels.cpu.packed import RowPanels, arriving_rows
 from llm.kernels.cpu.program import AnySize, Recorded, record
@@ -51,6 +53,9 @@ class CpuBackend(Backend):
         self.variant = library.target
         # With AMX a rounded activation is one bfloat16, an exact one is the sum of three.
         self.rounds_bf16_inputs = library.multiplies_bf16
+
+    def shared_memory(self, rank: int, ranks: int, file: Path, timeout_s: float) -> MappedMemory:
+        return MappedMemory(self.library, rank, ranks, file, timeout_s)
 
     @classmethod
     def of(cls, platform: Platform) -> Backend:

@@ -120,6 +120,9 @@ void llm_copy_rows(const float* x, int64_t stride, float* out, int64_t rows, int
 void llm_place_rows(const float* x, float* out, int64_t stride, int64_t rows, int64_t width)
 int64_t llm_select_rows(const float* x, int64_t rows, const int64_t* indices, float* out, int64_t count, int64_t width)
 
+int64_t llm_gather(void* memory, int64_t rank, int64_t ranks, const float* x, const int64_t* owners, int64_t rows,
+    int64_t width, float* out, int64_t timeout_ms)
+
 void llm_probe_math(int64_t function, const float* x, float* out, int64_t count)
 """
 # Called one argument at a time, never recorded: replay.h, LLM_FUNCTION.
@@ -130,6 +133,10 @@ void llm_end_threads()
 int64_t llm_probe_threads(int64_t* ran_by, int64_t count, int64_t turns, int64_t threads)
 int64_t llm_count_regions()
 int64_t llm_region_ns()
+int64_t llm_gather_bytes(int64_t ranks)
+void llm_abort_ranks(void* memory)
+int64_t llm_late_rank(const void* memory)
+void llm_restart_ranks(void* memory, int64_t ranks)
 """
 
 # The fields of Weight (weight.h), in order; there is what they mean.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from llm.base.checks import refuse
 from llm.base.construction import construction
 from llm.base.custom_op import CustomOp, replaced_class
 from llm.base.watch import Patchable, Watch
+from llm.errors import UnsupportedModelError
 from llm.kernels.backend import Operations
 from llm.kernels.reference.activation import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
 from llm.kernels.reference.experts import UNGATED, over_experts
@@ -55,9 +57,9 @@ class FusedMoE(CustomOp):
 
     Args:
         num_experts, top_k: how many there are, and how many a token goes to.
-        hidden_size, intermediate_size: of the whole model; ranks split the intermediate channels.
+        hidden_size, intermediate_size: channels of what goes in and comes out, and inside of an expert.
         params_dtype: storage type of unquantized weights; None: torch's default.
-        reduce_results: give every rank the sum; False: each keeps its term.
+        reduce_results: give every rank the sum; False is for one rank alone.
         quant_config: may have a method for the whole layer (`quant_kind` "moe"); picks those of the experts' linear
             layers.
         prefix: dotted path of the layer in the model.
@@ -70,7 +72,7 @@ class FusedMoE(CustomOp):
         swiglu_limit: of the activation "swigluoai".
         router_logits_dtype: None or float32, which they are.
         enable_eplb: False.
-        tp: this layer's place in a tensor-parallel group.
+        tp: this layer's place in a tensor-parallel group: ranks have consecutive experts, whole ones.
         renormalize, scoring_func, routed_scaling_factor, e_score_correction_bias: see `TopKRouter`.
         use_grouped_topk, num_expert_group, topk_group: see `GroupedTopk`.
 
@@ -85,6 +87,7 @@ class FusedMoE(CustomOp):
 
     quant_kind = "moe"
     is_layer = True
+    rank_of_expert: torch.Tensor
 
     def __init__(
         self,
@@ -120,12 +123,19 @@ class FusedMoE(CustomOp):
         if router_logits_dtype not in (None, torch.float32):
             refuse("router_logits_dtype", router_logits_dtype, "torch.float32, as the router's logits are, or None")
         self.num_experts, self.top_k, self.hidden_size = num_experts, top_k, hidden_size
-        self.intermediate_size_per_partition = tp.share("intermediate_size", intermediate_size)
+        if tp.size > 1 and not reduce_results:
+            refuse("reduce_results", reduce_results, "True: ranks hold no terms of a sum, but whole experts")
+        self.intermediate_size_per_partition = intermediate_size  # a name of vLLM's, where ranks may split it
         self.activation, self.swiglu_limit, self.has_bias = activation, swiglu_limit, has_bias
         self.renormalize, self.reduce_results = renormalize, reduce_results
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.custom_routing_function = custom_routing_function
         self.prefix, self.tp = prefix, tp
+        firsts = [rank * num_experts // tp.size for rank in range(tp.size + 1)]
+        self._held = range(firsts[tp.rank], firsts[tp.rank + 1])  # the experts of this rank
+        if tp.size > 1:
+            ranks = [rank for rank, (first, end) in enumerate(pairwise(firsts)) for _ in range(first, end)]
+            self.register_buffer("rank_of_expert", torch.tensor(ranks), persistent=False)
         self._backend = backend_of_construction()
         self.router = self._make_router(
             {
@@ -142,7 +152,13 @@ class FusedMoE(CustomOp):
         sizes = (num_experts, hidden_size, self.intermediate_size_per_partition)
         dtype = params_dtype or torch.get_default_dtype()
         self.quant_method.create_weights(self, *sizes, dtype, weight_loader=self.weight_loader)
-        if not any(True for _ in self.parameters(recurse=False)):
+        stacked = any(True for _ in self.parameters(recurse=False))
+        if stacked and tp.size > 1:
+            raise UnsupportedModelError(
+                f"{prefix}: {type(self.quant_method).__name__} stacks the weights of all experts, and cannot be split "
+                f"over {tp.size} ranks."
+            )
+        if not stacked:
             self._add_experts(intermediate_size, params_dtype, quant_config)
         # The experts are registered under their numbers.
         self._experts = tuple(module for module in self.children() if isinstance(module, Expert))
@@ -168,7 +184,7 @@ class FusedMoE(CustomOp):
         self, intermediate_size: int, params_dtype: torch.dtype | None, quant_config: QuantizationConfig | None
     ) -> None:
         act_fn = ACTIVATIONS[self.activation](self.swiglu_limit)
-        for index in range(self.num_experts):
+        for index in self._held:
             expert = Expert(
                 self.hidden_size,
                 intermediate_size,
@@ -178,7 +194,6 @@ class FusedMoE(CustomOp):
                 params_dtype=params_dtype,
                 quant_config=quant_config,
                 prefix=f"{self.prefix}.{index}" if self.prefix else str(index),
-                tp=self.tp,
             )
             self.add_module(str(index), expert)
 
@@ -213,6 +228,10 @@ class FusedMoE(CustomOp):
         self._placed = self._experts
         if logical_to_physical_map is None:
             return
+        if self.tp.size > 1:
+            refuse(
+                "logical_to_physical_map", logical_to_physical_map, "None with several ranks, which have experts by id"
+            )
         places = [int(place) for place in logical_to_physical_map]
         if sorted(places) != list(range(len(self._experts))):
             refuse("logical_to_physical_map", places, f"a permutation of 0 to {len(self._experts) - 1}")
@@ -229,8 +248,30 @@ class FusedMoE(CustomOp):
             weights = torch.ones_like(weights)
         if self._map:
             ids = self._backend.ops.select_rows(self._map[0], ids.reshape(-1)).view(ids.shape)
-        y = self.quant_method.apply(self, hidden_states, weights, ids)
-        return self.tp.all_reduce(y) if self.reduce_results else y
+        if self.tp.size > 1:
+            return self._over_ranks(hidden_states, weights, ids)
+        return self.quant_method.apply(self, hidden_states, weights, ids)
+
+    def _over_ranks(self, hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Every rank computes what its experts make of each token; all of them add that up, in the order of the slots,
+        as one rank does."""
+        chosen, slots = ids.flatten(), ids.shape[1]
+        ranks = self.rank_of_expert[chosen]
+        own = (ranks == self.tp.rank).nonzero().squeeze(1)
+        products = hidden_states.new_zeros(len(chosen), hidden_states.shape[1])
+        if len(own):
+            rows = self._backend.ops.select_rows(hidden_states, own // slots)
+            whole = weights.new_ones(len(own), 1)
+            products[own] = self.quant_method.apply(self, rows, whole, (chosen[own] - self._held.start).unsqueeze(1))
+        parts = self.tp.pick(products, ranks).view(len(ids), slots, -1).unbind(1)
+        y = parts[0] * weights[:, :1]
+        for slot in range(1, slots):
+            y = y + parts[slot] * weights[:, slot : slot + 1]
+        return y
+
+    def on_another_rank(self, expert: str) -> bool:
+        """Whether the expert of this name is one of another rank."""
+        return expert.isdecimal() and int(expert) < self.num_experts and int(expert) not in self._held
 
     def select(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights float32 [N, K] and ids int64 [N, K] of each token's experts."""
@@ -245,8 +286,8 @@ class FusedMoE(CustomOp):
         """The weights of `placed_experts` for one call; None: the experts must be called one by one."""
         if self._has_replaced or self._is_watched():
             return None
-        gate_up = _weights_of(self._placed, FIRST_LAYER[self.activation not in UNGATED], True)
-        down = _weights_of(self._placed, "down_proj", self.tp.rank == 0)
+        gate_up = _weights_of(self._placed, FIRST_LAYER[self.activation not in UNGATED])
+        down = _weights_of(self._placed, "down_proj")
         known = self._weights
         if known is None or known.gate_up != gate_up or known.down != down:
             known = self._weights = _together(gate_up, down)
@@ -271,7 +312,7 @@ class FusedMoE(CustomOp):
         return f"{stack}_{last}", f"{shard}:{expert}"
 
     def weight_loader(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: str) -> int:
-        """Copy this rank's part of one expert's tensor into a stacked parameter: shard "w1:3" is the gate of expert 3.
+        """Copy one expert's tensor into a stacked parameter: shard "w1:3" is the gate of expert 3.
 
         Returns how many elements were filled; raises ValueError if the shapes disagree.
         """
@@ -281,13 +322,9 @@ class FusedMoE(CustomOp):
         target = param.data[int(expert)]
         if which != "w2":
             target = target.chunk(2)[0 if which == "w1" else 1]
-        split = 1 if which == "w2" else 0
-        part = loaded
-        if self.tp.size > 1 and loaded.dim() > split:
-            part = loaded.chunk(self.tp.size, dim=split)[self.tp.rank]
-        if part.shape != target.shape:
+        if loaded.shape != target.shape:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {list(target.shape)} of it")
-        target.copy_(part)
+        target.copy_(loaded)
         return target.numel()
 
     def extra_repr(self) -> str:
@@ -335,13 +372,12 @@ class Expert(Patchable):
         params_dtype: torch.dtype | None,
         quant_config: QuantizationConfig | None,
         prefix: str,
-        tp: TensorParallel,
     ) -> None:
         super().__init__()
         types: LinearArguments = {
             "params_dtype": params_dtype,
             "quant_config": quant_config,
-            "tp": tp,
+            "tp": SINGLE,
             "return_bias": False,
         }
         self._first = FIRST_LAYER[is_gated]
@@ -354,7 +390,6 @@ class Expert(Patchable):
             intermediate_size,
             hidden_size,
             bias,
-            reduce_results=False,
             prefix=f"{prefix}.down_proj",
             **types,
         )
@@ -364,21 +399,20 @@ class Expert(Patchable):
         return self.down_proj(self._act_fn[0](getattr(self, self._first)(x)))
 
 
-def _weights_of(experts: Sequence[Expert], name: str, adds_bias: bool) -> tuple[Weight | None, ...]:
+def _weights_of(experts: Sequence[Expert], name: str) -> tuple[Weight | None, ...]:
     """What the experts' layers of this name multiply with.
 
     Asked of thousands of layers in a step: `_modules` is read where `getattr` takes four times as long.
     """
-    return tuple([_weight_of(cast(LinearBase, expert._modules[name]), adds_bias) for expert in experts])
+    return tuple([_weight_of(cast(LinearBase, expert._modules[name])) for expert in experts])
 
 
-def _weight_of(layer: LinearBase, adds_bias: bool) -> Weight | None:
+def _weight_of(layer: LinearBase) -> Weight | None:
     """None: only the layer's method knows, or somebody patched it. `isinstance` would ask an ABC, which is slow."""
     weight, method = layer.packed_weight, layer.quant_method
     if weight is None or type(method).apply is not PackedLinearMethod.apply or "apply" in method.__dict__:
         return None
-    bias = layer.bias if adds_bias else None
-    return weight if weight.bias is bias else cast(PackedLinearMethod, method).weight_with(layer, bias)
+    return weight if weight.bias is layer.bias else cast(PackedLinearMethod, method).weight_with(layer, layer.bias)
 
 
 def _together(gate_up: Sequence[Weight | None], down: Sequence[Weight | None]) -> ExpertWeights | None:

@@ -262,10 +262,14 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         *("kda_decode_backend", "disable_cascade_attn", "ir_op_priority", "kernel_config"),
     ),
     # --- More than one device, more than one process. --------------------------------------------------------------
+    _honoured("tensor_parallel_size"),
+    _refused(
+        "no process has some of the layers; use tensor_parallel_size, where each has a part of every layer.",
+        pipeline_parallel_size=1,
+    ),
+    _accepted("ranks have whole experts, by their ids, whatever the value.", "enable_expert_parallel"),
     _refused(
         "an LLM has no part in another's; use data_parallel_size on one machine, and shards or Ray on several.",
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
         prefill_context_parallel_size=1,
         decode_context_parallel_size=1,
         nnodes=1,
@@ -299,7 +303,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         *("data_parallel_external_lb", "data_parallel_multi_port_external_lb", "dp_sync_interval"),
         *("disable_nccl_for_dp_synchronization", "disable_custom_all_reduce", "all2all_backend"),
         *("dcp_comm_backend", "dcp_q_replicate", "dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size"),
-        *("enable_expert_parallel", "enable_ep_weight_filter", "expert_placement_strategy", "enable_eplb"),
+        *("enable_ep_weight_filter", "expert_placement_strategy", "enable_eplb"),
         *("eplb_config", "enable_elastic_ep", "elastic_ep_max_dp_size", "enable_hc_sp"),
         *("enable_batch_sharded_sampling", "enable_dbo", "ubatch_size", "dbo_decode_token_threshold"),
         *("dbo_prefill_token_threshold", "enable_fault_tolerance", "fault_tolerance_config", "shutdown_timeout"),

@@ -139,7 +139,6 @@ class LoRAConfig:
 class ConfigForPlugins:
     """Base of `EngineConfig`: attributes of vLLM's config that are fixed here."""
 
-    parallel_config = ParallelConfig()
     structured_outputs_config = StructuredOutputsConfig()
     observability_config = ObservabilityConfig()
     watermark_config = None
@@ -336,6 +335,7 @@ class EngineArgs:
     num_threads: int | None = None
     data_parallel_size: int = 1
     devices: object = None  # read by `llm.replicas.places`
+    tensor_parallel_size: int = 1
     offload_weights: bool | None = None
     logits_processors: object = None  # loaded by `llm.sampling.logits_processors.pipeline`
     reasoning_config: object = None  # read by `ReasoningConfig.of`
@@ -373,6 +373,7 @@ class EngineArgs:
             "mamba_block_size",
             "kv_cache_memory_bytes",
             "num_threads",
+            "tensor_parallel_size",
             "max_loras",
             "max_lora_rank",
         ):
@@ -582,12 +583,14 @@ class EngineConfig(ConfigForPlugins):
     offload_config: OffloadConfig = field(default_factory=OffloadConfig)
     lora_config: LoRAConfig | None = None
     replicas: int = 0
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __repr__(self) -> str:
         lines = [self._line("device", self.device), self._line("invariant", self.invariant)]
         lines.append(self._line("num_threads", self.num_threads or torch.get_num_threads()))
         if self.replicas:
             lines.append(self._line("replicas", self.replicas))
+        lines.append(self._line("tensor_parallel_size", self.parallel_config.tensor_parallel_size))
         for part in (self.model_config, self.cache_config, self.scheduler_config, self.compilation_config):
             for item in (item for item in fields(part) if item.repr):
                 lines.append(self._line(item.name, getattr(part, item.name)))

@@ -70,7 +70,9 @@ def load_weights(
                 early.filled(target.parameter, filled)
         elif target.parameter in aliases:
             tied[aliases[target.parameter]].append((name, tensor))
-        elif not weight_map.ignores(name) and not _may_be_unused(name, tensor, quant_config):
+        elif not (
+            weight_map.ignores(name) or _may_be_unused(name, tensor, quant_config) or weight_map.on_another_rank(name)
+        ):
             unexpected.append(name)
     _check_complete(parameters, filled, sizes, unexpected, lambda name: _unfilled(name, weight_map, targets.values()))
     for copies in tied.values():

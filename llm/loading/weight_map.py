@@ -55,6 +55,15 @@ class WeightMap:
             return True
         return _ends_with(name, self._ignored) or any(_match(part, segments) is not None for part in self._left_out)
 
+    def on_another_rank(self, name: str) -> bool:
+        """Whether the tensor is of an expert that this rank has not."""
+        segments = self._rename(self._parameter_name(name)).split(".")
+        for end in range(1, len(segments)):
+            asked = getattr(self._modules.get(".".join(segments[:end])), "on_another_rank", None)
+            if asked is not None and asked(segments[end]):
+                return True
+        return False
+
     def target(self, name: str) -> Target:
         """The target of one checkpoint tensor. If it names no parameter, the loader reports that."""
         segments = self._rename(self._parameter_name(name)).split(".")

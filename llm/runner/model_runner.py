@@ -21,7 +21,7 @@ from llm.base.construction import PhaseTimes, constructing_for
 from llm.base.library_settings import library_defaults, serial_pytorch
 from llm.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
 from llm.engine.boundary import CachePart, Captured, LayerReport, Loaded, ModelCost, ProfileRow, RunnerPlan
-from llm.engine.step import NO_SLOT, NewRow, RunnerOutput, SchedulerOutput
+from llm.engine.step import NO_SLOT, Adapter, NewRow, RunnerOutput, SchedulerOutput
 from llm.errors import LLMError, OutOfMemoryError, ValidationError
 from llm.explain import Explanation, explain_runner
 from llm.forward import (
@@ -37,7 +37,7 @@ from llm.forward import (
 from llm.inside.names import Site
 from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend
-from llm.layers.parallel import SINGLE, tensor_parallel
+from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.adapters.merge import MergedTensors
 from llm.loading.gguf.source import GgufSource
@@ -99,6 +99,7 @@ class ModelRunner:
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
         self.backend = backend_for(platform)
+        self.tp = SINGLE
         self.model: Any = None
         self.states: list[tuple[torch.Tensor, ...]] = []
         # None: no step is recorded.
@@ -461,7 +462,7 @@ class ModelRunner:
         with times.phase("build model"):
             self.platform.import_kernels()
             file = weight_file(plan, self.platform)
-            model = build_model(plan, self.platform, file)
+            model = build_model(plan, self.platform, file, self.tp)
             varies = what_varies(model) if plan.config.invariant else None
             head = None if plan.head is None else build_model(plan.head.plan, self.platform)
         with times.phase("load weights"), serial_pytorch():
@@ -607,9 +608,7 @@ class ModelRunner:
             self.pooler = Pooler(self.plan.pooling, self.model, self.backend)
         elif self._may_record(config):
             self.recorded = self._new_recorded()
-        self.proposer = make_proposer(
-            config.speculative_config, self.plan, lambda: type(self)(self.platform), self._make_head
-        )
+        self.proposer = make_proposer(config.speculative_config, self.plan, self._draft_runner, self._make_head)
 
     def _detach_model(self) -> None:
         """Let go of what refers to the model's modules, and to the caches."""
@@ -645,6 +644,10 @@ class ModelRunner:
             finally:
                 self.plan.source.close()
             return self.place_model(tower)
+
+    def _draft_runner(self) -> ModelRunner:
+        """The runner of a draft model, not loaded."""
+        return type(self)(self.platform)
 
     def _make_head(self, config: SpeculativeConfig) -> HeadSource:
         """What drafts with the model's head, or one with a checkpoint of its own; it has the last of the states."""
@@ -685,10 +688,12 @@ class ModelRunner:
     def _load_adapters(self, plan: SchedulerOutput) -> None:
         """Load the adapters of new rows. Recorded steps read the matrices that were there, so they are dropped."""
         for row in plan.new_rows:
-            if row.adapter is None or self.adapters is None:
-                continue
-            if self.adapters.load(row.adapter_slot, row.adapter) and self.recorded is not None:
-                self.recorded = self._new_recorded()
+            if row.adapter is not None:
+                self._load_adapter(row.adapter_slot, row.adapter)
+
+    def _load_adapter(self, slot: int, adapter: Adapter) -> None:
+        if self.adapters is not None and self.adapters.load(slot, adapter) and self.recorded is not None:
+            self.recorded = self._new_recorded()
 
     def _copy_states(self, slots: Iterable[tuple[int, int]]) -> None:
         """Copy all recurrent states of a slot to another; (from, to) pairs."""
@@ -784,8 +789,11 @@ def constructing(plan: RunnerPlan, platform: Platform, file: WeightFile | None =
     )
 
 
-def build_model(plan: RunnerPlan, platform: Platform, file: WeightFile | None = None) -> Any:
-    """The model with empty weights; raises `ValidationError` for a setting of the user that matched no layer."""
+def build_model(
+    plan: RunnerPlan, platform: Platform, file: WeightFile | None = None, tp: TensorParallel = SINGLE
+) -> Any:
+    """The part of the model of rank `tp`, with empty weights; raises `ValidationError` for a setting of the user that
+    matched no layer."""
     quant_config = plan.config.quant_config
     if quant_config is not None:
         renames = getattr(plan.model_class, "renames", ())
@@ -799,7 +807,6 @@ def build_model(plan: RunnerPlan, platform: Platform, file: WeightFile | None = 
         if quant_config is not None:
             with torch.device("meta"):
                 quant_config.share_bits(lambda: plan.model_class(plan.architecture, plan.build_options(SINGLE)))
-        tp = tensor_parallel(platform, plan.rank, plan.tp_size)
         model = plan.model_class(plan.architecture, plan.build_options(tp))
         if quant_config is not None:
             quant_config.check_used()

@@ -94,6 +94,11 @@ class RecordedSteps:
         # The step that was replayed last, and its hidden states.
         self._last: tuple[_Step, torch.Tensor] | None = None
 
+    @property
+    def is_watched(self) -> bool:
+        """A module of the model has a hook or a patch."""
+        return self._is_watched()
+
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """`forward(batch)`, float32 [N, H], overwritten by the next call; None if this step is not recorded."""
         self._last = None
@@ -199,7 +204,7 @@ class RecordedSteps:
             and batch.images is None
             and not batch.extensions
             and batch.on_tokens is None
-            and not self._is_watched()
+            and not self.is_watched
         )
 
     def _takes_any_size(self, batch: ForwardBatch) -> bool:

@@ -13,6 +13,7 @@ from llm.engine.engine import Engine
 from llm.engine.scheduler import scheduler_maker
 from llm.errors import ValidationError
 from llm.kernels.select import backend_for
+from llm.layers.parallel import TensorParallel
 from llm.platforms import Platform, select_platform
 from llm.platforms.limits import told_of_memory
 from llm.plugins import load_class, load_general_plugins
@@ -41,6 +42,7 @@ from llm.setup.model_folder import (
     read_tokenizer,
 )
 from llm.setup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons, with_sampling_defaults
+from llm.setup.ranks import check_ranks, start_ranks
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
         platform, platform_reason, asked = *select_platform(args.device), args
         load_general_plugins()
         args = let_platform_update(platform, args)
+        check_ranks(args, platform)
         compilation = CompilationConfig.of(
             args.compilation_config,
             default_backend=platform.simple_compile_backend,
@@ -95,7 +98,8 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
                 sources.append(head.source)
                 _check_quantization(heading, head, platform)
             free = memory_of_one(platform, places) if places else None
-            plan = make_plan(args, model, platform, compilation, backend, processors, free=free, head=head)
+            tp = TensorParallel(0, args.tensor_parallel_size)
+            plan = make_plan(args, model, platform, compilation, backend, processors, tp, free=free, head=head)
             warn_of_offload(args, plan)
             plan = replace(plan, merge_lora=merged_adapter(args, model))
             plan = with_sampling_defaults(plan, defaults)
@@ -112,7 +116,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
             engine, plan, seconds = start_replicas(args, plan, places, tokenizer, eos)
             times.add(seconds)
             return BuiltEngine(engine, plan, defaults, times)
-        runner = make_runner(platform)
+        runner = make_runner(platform) if plan.tp_size == 1 else start_ranks(args, plan, platform)
         loaded = runner.load(plan)
         times.add(loaded.seconds)
     finally:

@@ -29,6 +29,7 @@ from llm.config.engine import (
     EngineConfig,
     ModelConfig,
     OffloadConfig,
+    ParallelConfig,
     ReasoningConfig,
     SpeculativeConfig,
 )
@@ -94,10 +95,12 @@ def make_plan(
     args = _for_pooling(args, model)
     check_activations(choose_dtypes(args, model, platform).compute, backend)
     dtypes, (adapters, free) = choose_dtypes(args, model, platform), plan_adapters(args, model, platform, free)
+    if platform.device.type == "cpu":
+        free //= tp.size  # the ranks are on one machine
     kv_dtype, why = choose_cache_dtype(args, dtypes.of_cache(args), model.quantization.config)
     specs, of_head = _specs(model, head, kv_dtype, tp, platform), weight_bytes_in_memory(args, head, platform)
     why += check_cache(args.kv_cache_dtype, kv_dtype, specs, platform, model.quantization.config)
-    memory, offload = _plan_memory(args, model, dtypes, specs, free - of_head, backend)
+    memory, offload = _plan_memory(args, model, dtypes, specs, free - of_head, backend, tp)
     scheduler, reasons = plan_scheduler(
         args, memory.max_model_len, free, batched_tokens=platform.batched_tokens, whole=_is_whole(model)
     )
@@ -112,11 +115,12 @@ def make_plan(
         compilation,
         reasons,
         model.quantization.config,
-        _num_threads(args, platform, reasons),
+        _num_threads(args, platform, reasons, tp),
         ReasoningConfig.of(args.reasoning_config),
         choose_speculation(args, specs, backend, reasons),
         offload,
         adapters,
+        parallel_config=ParallelConfig(tensor_parallel_size=tp.size, world_size=tp.size),
     )
     return RunnerPlan(
         config,
@@ -207,8 +211,11 @@ def _seed(args: EngineArgs, reasons: dict[str, str]) -> int:
     return int.from_bytes(os.urandom(8), "little")
 
 
-def _num_threads(args: EngineArgs, platform: Platform, reasons: dict[str, str]) -> int | None:
+def _num_threads(args: EngineArgs, platform: Platform, reasons: dict[str, str], tp: TensorParallel) -> int | None:
     """The user's number of threads, at most as many as the platform allows; None: PyTorch's at each step."""
+    if tp.size > 1 and args.num_threads is None:
+        reasons["num_threads"] = f"of each of {tp.size} ranks: torch.get_num_threads() shared out"
+        return max(1, min(torch.get_num_threads(), platform.num_threads()) // tp.size)
     wanted, most = args.num_threads or torch.get_num_threads(), platform.num_threads()
     who = "torch.get_num_threads()" if args.num_threads is None else "asked for"
     reasons["num_threads"] = who if wanted <= most else f"{wanted}, {who}, but this process may use {most} processors"
@@ -300,6 +307,7 @@ def _reasons(
 ) -> dict[str, str]:
     """Field name -> why it has its value, for the fields that need no arithmetic."""
     return {
+        "tensor_parallel_size": args.why("tensor_parallel_size"),
         "dtype": _dtype_reason(args, model, dtypes, backend),
         "weight_dtype": _weight_dtype_reason(args, model, dtypes, backend),
         "invariant": backend.invariant[1],
@@ -374,10 +382,16 @@ def _rope_note(model: ReadModel, max_model_len: int) -> str:
 
 
 def _plan_memory(
-    args: EngineArgs, model: ReadModel, dtypes: Dtypes, specs: Sequence[StateSpec], free: int, backend: Backend
+    args: EngineArgs,
+    model: ReadModel,
+    dtypes: Dtypes,
+    specs: Sequence[StateSpec],
+    free: int,
+    backend: Backend,
+    tp: TensorParallel,
 ) -> tuple[MemoryPlan, OffloadConfig]:
     """With all weights in memory if there is room for them and for the KV cache, else with a file of weights."""
-    weights = _weight_bytes(model, dtypes)
+    weights = _weight_bytes(model, dtypes) // tp.size
     longest, reason = longest_sequence(args, model, specs, free)
     plan = partial(
         plan_memory,

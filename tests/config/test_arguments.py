@@ -98,7 +98,7 @@ VLLM_DEFAULTS: list[tuple[Any, str]] = [
     ({}, "model_class_overrides additional_config"),
     (set(), "cpu_offload_params offload_params"),
     (0, "cpu_offload_gb offload_group_size node_rank"),
-    (1, "tensor_parallel_size pipeline_parallel_size nnodes"),
+    (1, "pipeline_parallel_size nnodes"),
     (1, "prefill_context_parallel_size decode_context_parallel_size"),
     (False, "enable_prompt_embeds tokens_only enable_mamba_cache_stochastic_rounding disable_sliding_window"),
     (False, "use_fp64_gumbel enable_trace_replay return_sampling_mask enable_return_routed_experts"),
@@ -181,7 +181,7 @@ def test_accepted_arguments_leave_their_notes() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tensor_parallel_size", 2),
+        ("pipeline_parallel_size", 2),
         ("default_mm_loras", {"image": "/adapter"}),
         ("spec_method", "ngram"),
         ("distributed_executor_backend", "ray"),
@@ -197,7 +197,7 @@ def test_values_that_change_something_are_refused(name: str, value: Any) -> None
 
 def test_notes_come_in_the_order_given() -> None:
     notes = check_arguments(
-        {"gpu_memory_utilization": 0.9, "tensor_parallel_size": 1, "trust_remote_code": True, "swap_space": 4}
+        {"gpu_memory_utilization": 0.9, "pipeline_parallel_size": 1, "trust_remote_code": True, "swap_space": 4}
     )
     assert [note.split(": ")[0] for note in notes] == ["gpu_memory_utilization", "trust_remote_code", "swap_space"]
     assert "kv_cache_memory_bytes" in notes[0]
@@ -253,7 +253,9 @@ def test_values_without_an_equality_are_refused_not_crashed_on(value: Any) -> No
 
 def test_equal_values_of_other_types_pass() -> None:
     assert (
-        check_arguments({"tensor_parallel_size": np.int64(1), "enable_prompt_embeds": np.False_, "cpu_offload_gb": 0.0})
+        check_arguments(
+            {"pipeline_parallel_size": np.int64(1), "enable_prompt_embeds": np.False_, "cpu_offload_gb": 0.0}
+        )
         == []
     )
 

@@ -44,6 +44,7 @@ def parts(config: EngineConfig) -> dict[str, Any]:
         | whole_engine
         | {
             "num_threads": config.num_threads,
+            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
             "speculative_config": config.speculative_config,
             "lora_config": config.lora_config,
         }

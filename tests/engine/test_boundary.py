@@ -166,16 +166,9 @@ def test_what_cannot_cross_is_told(pipe: Connection, monkeypatch: pytest.MonkeyP
         assert run(llm, PROMPTS, GREEDY)
 
 
-class ConnectedPlatform(CpuPlatform):
-    """A CPU whose ranks could combine their results; nothing is computed here."""
-
-    def get_communicator_cls(self) -> str:
-        return "llm.layers.parallel.Communicator"
-
-
 def test_a_plan_for_one_rank_of_two_holds_half_of_the_heads(tmp_path: Path) -> None:
     args = EngineArgs(model=EMBEDDED_MODEL, max_model_len=64)
-    platform, compilation = ConnectedPlatform(), CompilationConfig()
+    platform, compilation = CpuPlatform(), CompilationConfig()
     read = read_model(args)
     whole, *halves = (
         make_plan(args, read, platform, compilation, backend_for(platform), (), tp)
@@ -186,6 +179,7 @@ def test_a_plan_for_one_rank_of_two_holds_half_of_the_heads(tmp_path: Path) -> N
             spec.num_kv_heads for spec in whole.kv_cache_specs
         ]
         runner = make_runner(platform)
+        runner.tp = TensorParallel(half.rank, half.tp_size)
         runner.load(half)
         attention = [module for module in runner.model.modules() if isinstance(module, Attention)]
         assert [layer.kv_cache_spec(half.config.cache_config.kv_cache_dtype) for layer in attention] == list(

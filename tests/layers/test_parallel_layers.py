@@ -1,7 +1,6 @@
 """Tensor parallelism without processes: the slices of ranks 0 to n - 1, put together, are the layer of one rank.
 
-Each layer is built once per rank and loaded from the same whole tensors. Rows are compared bit for bit where no sum is
-split, and within rounding of float32 where partial sums meet.
+Each layer is built once per rank and loaded from the same whole tensors.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meeting import Meeting
+from meeting import NOWHERE, Meeting
 from torch import nn
 
+from llm.base.construction import constructing_for
 from llm.errors import LLMError, ValidationError
 from llm.layers.embedding import LogitsLayer, ParallelLMHead, VocabParallelEmbedding, VocabShard, gathered_columns
 from llm.layers.linear import (
@@ -26,8 +26,9 @@ from llm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from llm.layers.parallel import SINGLE, Communicator, TensorParallel, tensor_parallel
+from llm.layers.parallel import Communicator, TensorParallel, tensor_parallel
 from llm.platforms.cpu import CpuPlatform
+from llm.platforms.interface import Platform
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -50,6 +51,16 @@ def load(layer: Any, weight: torch.Tensor, bias: torch.Tensor | None, shard_id: 
         assert filled == layer.weight.numel()
     if bias is not None:
         layer.weight_loader(layer.bias, bias, shard_id)
+
+
+def with_kernels(work: Callable[[TensorParallel], Any]) -> Callable[[TensorParallel], Any]:
+    """Its layers have the kernels of the CPU: the order of PyTorch's sums depends on the number of rows of a matrix."""
+
+    def bound(tp: TensorParallel) -> Any:
+        with constructing_for(CpuPlatform()):
+            return work(tp)
+
+    return bound
 
 
 def rows(layer: Any, index: int, y: torch.Tensor) -> torch.Tensor:
@@ -116,20 +127,22 @@ def test_heads_are_split_and_key_heads_repeat_where_they_must(size: int, kv_head
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("input_is_parallel", [True, False])
-def test_terms_of_rows_add_up(size: int, input_is_parallel: bool) -> None:
-    x, weight, bias = normal(0, 5, K), normal(1, 7, K), normal(2, 7)
-    layers = ranks(
-        size,
-        lambda tp: RowParallelLinear(
-            K, 7, input_is_parallel=input_is_parallel, reduce_results=False, tp=tp, return_bias=False
-        ),
-    )
-    inputs = x.chunk(size, -1) if input_is_parallel else [x] * size
-    for layer in layers:
+def test_a_projection_of_slices_has_the_bits_of_one_rank(size: int, input_is_parallel: bool) -> None:
+    x, weight, bias = normal(0, 5, K), normal(1, 8, K), normal(2, 8)
+
+    @with_kernels
+    def work(tp: TensorParallel) -> torch.Tensor:
+        layer = RowParallelLinear(K, 8, input_is_parallel=input_is_parallel, tp=tp, return_bias=False)
         load(layer, weight, bias)
-        assert layer.weight.shape == (7, K // size) and torch.equal(layer.bias, bias)
-    total = torch.stack([layer(own) for layer, own in zip(layers, inputs, strict=True)]).sum(0)
-    assert torch.allclose(total, nn.functional.linear(x, weight, bias), atol=1e-5)
+        own = slice(8 // tp.size * tp.rank, 8 // tp.size * (tp.rank + 1))
+        assert torch.equal(layer.weight, weight[own]) and torch.equal(layer.bias, bias[own])
+        layer.quant_method.process_weights_after_loading(layer)
+        return layer(x.chunk(tp.size, -1)[tp.rank] if input_is_parallel else x)
+
+    (alone,) = Meeting(1).run(work)
+    for result in Meeting(size).run(work):
+        assert torch.equal(result, alone)
+    assert torch.allclose(alone, nn.functional.linear(x, weight, bias), atol=1e-5)
 
 
 def test_a_replicated_layer_and_one_that_opts_out_are_whole_on_every_rank() -> None:
@@ -149,6 +162,7 @@ def test_ranks_that_can_talk_all_have_the_result(size: int) -> None:
     """A feed-forward, then a gathered projection, as ranks run it: the same on each, and what one rank computes."""
     x, up, down, last = normal(0, 5, K), normal(1, 16, K), normal(2, K, 16), normal(3, 8, K)
 
+    @with_kernels
     def work(tp: TensorParallel) -> torch.Tensor:
         first = ColumnParallelLinear(K, 16, bias=False, tp=tp, return_bias=False)
         second = RowParallelLinear(16, K, bias=True, tp=tp, return_bias=False)
@@ -156,12 +170,14 @@ def test_ranks_that_can_talk_all_have_the_result(size: int) -> None:
         load(first, up, None)
         load(second, down, torch.ones(K))
         load(third, last, None)
+        for layer in (first, second, third):
+            layer.quant_method.process_weights_after_loading(layer)
         return third(second(first(x)))
 
-    results = Meeting(size).run(work)
-    for result in results:
-        assert torch.equal(result, results[0])
-    assert torch.allclose(results[0], (x @ up.T @ down.T + 1) @ last.T, atol=1e-4, rtol=1e-4)
+    (alone,) = Meeting(1).run(work)
+    for result in Meeting(size).run(work):
+        assert torch.equal(result, alone)
+    assert torch.allclose(alone, (x @ up.T @ down.T + 1) @ last.T, atol=1e-4, rtol=1e-4)
 
 
 def test_parameters_shorter_than_the_weight_are_cut_in_proportion() -> None:
@@ -169,18 +185,18 @@ def test_parameters_shorter_than_the_weight_are_cut_in_proportion() -> None:
     scales, packed = normal(0, 16, 8), torch.arange(8 * K).view(8, K).int()
     for rank in range(4):
         column = MergedColumnParallelLinear(K, [4, 12], bias=False, tp=TensorParallel(rank, 4), return_bias=False)
-        row = RowParallelLinear(K, 16, bias=False, tp=TensorParallel(rank, 4), return_bias=False)
+        blocks = RowParallelLinear(K, 16, bias=False, tp=TensorParallel(rank, 4), return_bias=False)
         own = parameter(torch.zeros(2, K, dtype=torch.int32), output_dim=0, input_dim=1)
         with pytest.raises(ValueError, match="cannot be shared out"):
             column.weight_loader(own, packed)  # half of a row of the first matrix
         even = MergedColumnParallelLinear(K, [8, 8], bias=False, tp=TensorParallel(rank, 4), return_bias=False)
         assert even.weight_loader(own, packed) == 2 * K
         assert torch.equal(own.data, torch.stack((packed[rank], packed[4 + rank])))
-        groups = parameter(torch.zeros(16, 2), output_dim=0, input_dim=1)
-        assert row.weight_loader(groups, scales) == 32
-        assert torch.equal(groups.data, scales[:, 2 * rank : 2 * rank + 2])
+        groups = parameter(torch.zeros(4, 8), output_dim=0, input_dim=1)
+        assert blocks.weight_loader(groups, scales) == 32
+        assert torch.equal(groups.data, scales[4 * rank : 4 * rank + 4])
         alone = parameter(torch.zeros(1))
-        assert row.weight_loader(alone, torch.ones(1)) == 1 and alone.item() == 1
+        assert blocks.weight_loader(alone, torch.ones(1)) == 1 and alone.item() == 1
 
 
 def parameter(data: torch.Tensor, **attributes: int) -> nn.Parameter:
@@ -262,7 +278,7 @@ def test_every_id_is_in_one_row_of_one_rank(original: int, added: int, padding: 
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("has_added", [True, False], ids=["added rows loaded", "added rows zero"])
-def test_embeddings_of_ranks_add_up(size: int, has_added: bool) -> None:
+def test_every_rank_has_the_embedding_of_every_id(size: int, has_added: bool) -> None:
     table, token_ids = normal(0, 25, K), torch.tensor([24, 0, 7, 19, 20, 21, 7])
     whole = table if has_added else torch.cat((table[:20], torch.zeros(5, K)))
 
@@ -307,6 +323,9 @@ def test_logits_of_ranks_are_in_order_of_ids(size: int, original: int) -> None:
         (lambda tp: ColumnParallelLinear(K, 7, tp=tp, return_bias=False), "output_size"),
         (lambda tp: MergedColumnParallelLinear(K, [8, 7], tp=tp, return_bias=False), "output_size"),
         (lambda tp: RowParallelLinear(7, K, tp=tp, return_bias=False), "input_size"),
+        (lambda tp: RowParallelLinear(K, 7, tp=tp, return_bias=False), "output_size"),
+        (lambda tp: RowParallelLinear(K, 8, reduce_results=False, tp=tp, return_bias=False), "reduce_results"),
+        (lambda tp: RowParallelLinear(K, 8, skip_bias_add=True, tp=tp), "skip_bias_add"),
         (lambda tp: QKVParallelLinear(K, 4, 3, 2, tp=tp, return_bias=False), "total_num_heads"),
         (lambda tp: QKVParallelLinear(K, 4, 6, 3, tp=tp, return_bias=False), "total_num_kv_heads"),
         (
@@ -328,8 +347,8 @@ def test_a_constructor_names_what_is_wrong(build: Any, parameter: str) -> None:
 class Doubling(Communicator):
     """Two ranks with the same part."""
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.size
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x] * self.size, -1)
 
 
 class Connected(CpuPlatform):
@@ -338,12 +357,13 @@ class Connected(CpuPlatform):
 
 
 def test_a_group_has_the_communicator_of_its_platform() -> None:
-    tp = tensor_parallel(Connected(), 1, 2)
+    tp = tensor_parallel(Connected(), 1, 2, NOWHERE)
     assert (tp.rank, tp.size) == (1, 2) and isinstance(tp.communicator, Doubling)
-    assert tp.all_reduce(torch.ones(1)) == 2
-    assert tensor_parallel(Connected(), 0, 1) is SINGLE
+    assert tp.all_gather(torch.ones(1)).tolist() == [1, 1]
+    rows = torch.arange(6.0).view(3, 2)
+    assert torch.equal(tp.pick(rows, torch.tensor([1, 0, 1])), rows)
     with pytest.raises(ValidationError, match="there is no communicator"):
-        tensor_parallel(CpuPlatform(), 0, 2)
+        tensor_parallel(Platform(), 0, 2, NOWHERE)
 
 
 def test_a_group_without_a_communicator_does_not_pretend() -> None:
@@ -362,7 +382,7 @@ def test_a_group_without_a_communicator_does_not_pretend() -> None:
     [
         (ColumnParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2), return_bias=False), (4, K)),
         (ColumnParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2), return_bias=False), (8,)),
-        (RowParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2), return_bias=False), (8, K // 2)),
+        (RowParallelLinear(K, 8, bias=False, tp=TensorParallel(1, 2), return_bias=False), (4, K)),
         (VocabParallelEmbedding(25, K, org_num_embeddings=20, tp=TensorParallel(1, 2), padding_size=1), (24, K)),
         (VocabParallelEmbedding(25, K, padding_size=1), (24, K)),
     ],

@@ -88,7 +88,9 @@ class Targets:
 
     def _adds(self, layer: LinearBase) -> bool:
         """Whether the layer itself computes: latent attention reads `kv_b_proj` in parts."""
-        return layer.tp_size == 1 and not isinstance(layer.quant_method, AbsorbedLinearMethod)
+        experts = self._of_experts.get(id(layer))
+        is_split = layer.tp_size > 1 or (isinstance(experts, FusedMoE) and experts.tp.size > 1)
+        return not is_split and not isinstance(layer.quant_method, AbsorbedLinearMethod)
 
     def _refusal(self, folder: AdapterFolder, pair: Pair, layer: nn.Module | None) -> CheckpointError:
         if layer is None and not any(name.startswith(f"{pair.name}.") for name in self._modules):

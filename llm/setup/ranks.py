@@ -1,0 +1,173 @@
+"""Starting the other ranks of an `LLM`, and what each of them runs: the role of `llm.workers` behind
+`tensor_parallel_size`.
+
+A rank reads the model folder by itself and loads its part. What rank 0 has decided, such as the size of the caches, it
+is told.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llm.base.checks import refuse
+from llm.base.custom_op import op_registry_oot
+from llm.config import env
+from llm.config.compilation import CompilationConfig
+from llm.config.engine import CacheConfig, EngineArgs, SchedulerConfig
+from llm.engine.boundary import RunnerPlan
+from llm.errors import LLMError, ValidationError
+from llm.kernels.select import backend_for
+from llm.layers.parallel import Meeting, communicator_cls, tensor_parallel
+from llm.platforms import Platform, select_platform
+from llm.plugins import load_general_plugins
+from llm.runner.ranks import FollowingRunner, LeadRunner, RankGroup
+from llm.setup.extensions import let_platform_update
+from llm.setup.memory import merged_adapter
+from llm.setup.model_folder import read_model
+from llm.setup.plan import make_plan
+from llm.workers.connection import Connection
+from llm.workers.messages import Schema
+from llm.workers.process import WorkerProcess
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a rank is told first.
+
+    Attributes:
+        args: with what rank 0 has decided.
+        size: of the group.
+        folder, seconds: of its `Meeting`.
+        knows: what rank 0 has registered, by what it is.
+    """
+
+    args: EngineArgs
+    size: int
+    folder: Path
+    seconds: float
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    knows: dict[str, str]
+
+
+SCHEMA = Schema([Opening, EngineArgs, CacheConfig, SchedulerConfig])
+_ANY_NUMBER = 1 << 60  # of bytes: rank 0 has looked at the memory
+# Arguments that concern rank 0 alone.
+_OF_LEAD = (
+    *("tokenizer", "chat_template", "generation_config", "override_generation_config", "reasoning_config"),
+    *("logits_processors", "speculative_config", "profiler_config", "prefix_cache", "use_tqdm_on_load"),
+    *("limit_mm_per_prompt", "allowed_local_media_path", "mm_processor_kwargs"),
+)
+
+
+def check_ranks(args: EngineArgs, platform: Platform) -> None:
+    """Raise `ValidationError` for arguments that several ranks cannot follow; before anything is read."""
+    if args.tensor_parallel_size == 1:
+        return
+    communicator_cls(platform)
+    if args.data_parallel_size > 1 or args.devices is not None:
+        right = "1 with data_parallel_size or devices: replicas have one process each"
+        refuse("tensor_parallel_size", args.tensor_parallel_size, right)
+    if platform.get_model_runner_cls() != Platform().get_model_runner_cls():
+        why = f"1 on {platform.name}, whose model runner is its own"
+        refuse("tensor_parallel_size", args.tensor_parallel_size, why)
+    if callable(args.hf_overrides):
+        refuse("hf_overrides", args.hf_overrides, "a dict with tensor_parallel_size: a function is not sent to ranks")
+    if args.offload_weights:
+        refuse("offload_weights", True, "None or False with tensor_parallel_size")
+    if args.calibration is not None:
+        refuse("calibration", args.calibration, "left out with tensor_parallel_size")
+
+
+def start_ranks(args: EngineArgs, plan: RunnerPlan, platform: Platform) -> LeadRunner:
+    """Rank 0, and the processes of the others, which begin to load.
+
+    Raises:
+        LLMError: the system starts no process.
+    """
+    size = plan.tp_size
+    folder = tempfile.TemporaryDirectory(prefix="llm-ranks-", dir=_memory_folder())
+    workers: list[WorkerProcess] = []
+    try:
+        seconds = env.get_seconds("LLM_WORKER_TIMEOUT", 300.0)
+        meeting = Meeting(Path(folder.name), seconds)
+        tp = tensor_parallel(platform, 0, size, meeting)
+        opening = _opening(args, plan, platform, meeting)
+        for rank in range(1, size):
+            workers.append(WorkerProcess(__name__, rank, SCHEMA, name="rank"))
+            workers[-1].send("open", opening)
+        if tp.communicator is None:
+            raise LLMError("a group of ranks has no communicator.")
+        return LeadRunner(platform, tp, RankGroup(workers, tp.communicator, folder.cleanup))
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        folder.cleanup()
+        raise
+
+
+def _memory_folder() -> str | None:
+    """Where files are in memory; None: where temporary files are."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def _opening(args: EngineArgs, plan: RunnerPlan, platform: Platform, meeting: Meeting) -> Opening:
+    config, defaults = plan.config, EngineArgs(args.model)
+    of_lead = {name: getattr(defaults, name) for name in _OF_LEAD}
+    told = replace(
+        args,
+        **{**of_lead, "use_tqdm_on_load": False, "skip_tokenizer_init": True, "speculative_config": None},
+        device=platform.name,
+        max_model_len=config.model_config.max_model_len,
+        num_threads=config.num_threads,
+        seed=config.model_config.seed,
+    )
+    of_caches = config.cache_config, config.scheduler_config
+    return Opening(told, plan.tp_size, meeting.folder, meeting.timeout_s, *of_caches, _known(plan))
+
+
+def _known(plan: RunnerPlan) -> dict[str, str]:
+    """What this process has registered that the model is made of; a rank must have the same."""
+    return {
+        "model class": f"{plan.model_class.__module__}.{plan.model_class.__qualname__}",
+        "replaced operations": ", ".join(sorted(op_registry_oot)) or "none",
+        "states": ", ".join(map(str, plan.kv_cache_specs)),
+    }
+
+
+def serve(connection: Connection, rank: int) -> None:
+    """A rank above 0: raises `EOFError` when rank 0 has closed its end."""
+    message = connection.receive()
+    if message is None or not isinstance(message.body, Opening):
+        raise LLMError(f"a rank is opened first, got {message!r}.")
+    opened = _opened(message.body, rank)
+    connection.send("opened")
+    opened.follow(connection)
+
+
+def _opened(told: Opening, rank: int) -> FollowingRunner:
+    """The runner with its part of the model."""
+    load_general_plugins()
+    platform, _ = select_platform(told.args.device)
+    args = let_platform_update(platform, told.args)
+    compilation = CompilationConfig.of(
+        args.compilation_config, default_backend=platform.simple_compile_backend, enforce_eager=args.enforce_eager
+    ).with_base_mode()
+    model = read_model(args)
+    try:
+        tp = tensor_parallel(platform, rank, told.size, Meeting(told.folder, told.seconds))
+        plan = make_plan(args, model, platform, compilation, backend_for(platform), (), tp, free=_ANY_NUMBER)
+        for name, own in _known(plan).items():
+            if own != told.knows[name]:
+                raise ValidationError(
+                    f"rank {rank} has other {name} than rank 0, {own} and not {told.knows[name]}: put what the program "
+                    "registers into a plugin, which every process loads."
+                )
+        config = replace(plan.config, cache_config=told.cache, scheduler_config=told.scheduler)
+        runner = FollowingRunner(platform, tp)
+        runner.load(replace(plan, config=config, merge_lora=merged_adapter(args, model)))
+    finally:
+        model.source.close()
+    return runner
