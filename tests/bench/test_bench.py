@@ -28,7 +28,7 @@ from llm.models.config_reader import ConfigReader
 from llm.models.interface import BuildOptions
 from llm.models.registry import resolve_model_cls
 from llm.runner.inspection import AttentionCost, ModelCost, count_model
-from llm.tools.bench import calibrate, session
+from llm.tools.bench import machine, session
 from llm.tools.bench import workloads as shapes
 from llm.tools.bench.measure import (
     Ours,
@@ -56,7 +56,7 @@ def small_machine() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate, "_READ_BYTES", 1 << 22)
+        patch.setattr(machine, "_READ_BYTES", 1 << 22)
         patch.setitem(SHAPES, "tiny-shape", TINY_SHAPE)
         yield
     torch.set_num_threads(threads)
@@ -187,8 +187,8 @@ def test_a_floor_is_the_longer_of_computing_and_reading() -> None:
 
 def test_rates_are_the_best_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([0.0, 0, 4, 0, 2, 0, 5, 0, 4, 0, 8, 1e9])
-    monkeypatch.setattr(calibrate, "perf_counter", lambda: float(next(ticks)))
-    rate = calibrate._repeat(lambda: None, 100, seconds=0.0)
+    monkeypatch.setattr(machine, "perf_counter", lambda: float(next(ticks)))
+    rate = machine._repeat(lambda: None, 100, seconds=0.0)
     assert (rate.best, rate.spread, rate.repeats) == (50.0, 0.5, 5)
 
 
@@ -196,15 +196,15 @@ def test_a_floor_has_the_rates_of_the_models_bytes_and_arithmetic(monkeypatch: p
     with open_llm(quantization="w8a8") as opened:
         cost = engine_of(opened).runner.cost()
     assert cost.arithmetic == {("int8", "int8")}
-    known = calibrate.Calibration("", 1, 1, calibrate.Rate(1.0, 0.0, 5), calibrate.Rate(1.0, 0.0, 5), None)
-    monkeypatch.setattr(calibrate, "_READ_BYTES", 1 << 30)
-    measured = calibrate.calibrate_for(known, cost, seconds=0)
+    known = machine.Calibration("", 1, 1, machine.Rate(1.0, 0.0, 5), machine.Rate(1.0, 0.0, 5), None)
+    monkeypatch.setattr(machine, "_READ_BYTES", 1 << 30)
+    measured = machine.calibrate_for(known, cost, seconds=0)
     assert measured.near and measured.integer and measured.rates == Rates(measured.near.best, measured.integer.best)
     assert min(measured.near.best, measured.integer.best) > 1e6
-    fast = replace(known, read=calibrate.Rate(1e30, 0.0, 5), gemm=calibrate.Rate(1e30, 0.0, 5))
-    assert calibrate.calibrate_for(fast, cost, seconds=0).rates == fast.rates
+    fast = replace(known, read=machine.Rate(1e30, 0.0, 5), gemm=machine.Rate(1e30, 0.0, 5))
+    assert machine.calibrate_for(fast, cost, seconds=0).rates == fast.rates
     large = replace(cost, bytes_per_step=1 << 30, arithmetic=frozenset())
-    assert calibrate.calibrate_for(known, large, seconds=0) == known
+    assert machine.calibrate_for(known, large, seconds=0) == known
 
 
 # From times to figures.
