@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -66,6 +67,8 @@ class Server(uvicorn.Server):
         def asked(number: int, frame: FrameType | None) -> None:
             self.handle_exit(number, frame)
 
+        # Told twice to end, it drops requests: each would be told as an error.
+        logging.getLogger("uvicorn.error").addFilter(lambda record: not self.force_exit)
         before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
