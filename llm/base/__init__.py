@@ -1,1 +1,1 @@
-"""What every other module may import: errors, checks of single values, argument names, the progress bar."""
+"""What every other module may import: checks, argument names, CustomOp and its registries, locks, the system."""
