@@ -23,6 +23,7 @@ from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 import llm.platforms
 from llm import LLM, SamplingParams
+from llm.kernels.backend import StepSize
 from llm.kernels.triton import attention, check, elementwise, gemm, language, vocabulary
 from llm.kernels.triton.backend import TritonBackend, kernel, kernel_names
 from llm.platforms.cpu import CpuPlatform
@@ -116,6 +117,15 @@ def test_a_kernel_is_compared_in_a_process_of_its_own() -> None:
     found = check.found_by_several([tasks[0], unknown, tasks[0]._replace(dtype=torch.bfloat16)], CPU)
     assert found.pop(unknown) == "its process ended with 1: KeyError: 'unknown'"
     assert list(found.values()) == ["", ""], "the others are compared in another process"
+
+
+def test_decode_steps_are_padded_to_few_sizes() -> None:
+    backend = TritonBackend({}, "a test asked for it")
+    sizes = {rows: backend.step_sizes(rows * 2, rows, 2) for rows in (1, 3, 9, 70, 256, 257)}
+    assert {rows: size[0][0].rows for rows, size in sizes.items() if size} == {1: 1, 3: 4, 9: 16, 70: 80, 256: 256}
+    assert sizes[3][0] == (StepSize(tokens=8, rows=4, tokens_per_row=2), 1), "recorded when it comes again"
+    assert backend.step_sizes(256 * 3, 256, 3) == () and backend.step_sizes(20, 3, 0) == ()
+    assert not backend.records, "there are no graphs on a CPU"
 
 
 # --- Arithmetic. ---
