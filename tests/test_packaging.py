@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 def copy_tree(target: Path) -> Path:
     """Copy what a build reads, links kept as links; build/ left out, its old files would enter the wheel."""
     target.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, target / name)
     for name in ("llm", *ROOMS):
         shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=NOT_SHIPPED)

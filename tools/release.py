@@ -59,7 +59,7 @@ TARGETS = (
     Target("manylinux_2_28_x86_64", "x86_64-linux-gnu.2.28", (*_X86, "amx")),
     Target("manylinux_2_28_aarch64", "aarch64-linux-gnu.2.28", _ARM),
     Target("macosx_11_0_arm64", "aarch64-macos.11.0", _ARM),
-    Target("win_amd64", "x86_64-windows-gnu", _X86, ("-lsynchronization",)),
+    Target("win_amd64", "x86_64-windows-gnu", _X86, ("-lapi-ms-win-core-synch-l1-2-0",)),
 )
 ANY = "any"
 
@@ -114,7 +114,7 @@ def flags_of(build: ModuleType, target: Target, name: str) -> list[str]:
         if not flag.startswith("-fno-schedule"):
             flags.append(flag.replace(march, "-mcpu=generic+v8_2a") if flag.startswith(march) else flag)
     # Guards of static variables would be the only call of a C++ runtime; threads.cpp initializes its own under a lock.
-    return [*flags, "-fno-threadsafe-statics", "-w", "-target", target.triple]
+    return [*flags, "-fno-threadsafe-statics", "-g0", "-w", "-target", target.triple]
 
 
 def compile_library(build: ModuleType, output: Path, target: Target, flags: Sequence[str]) -> None:
