@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from embedded import ROOT, python
 
 import llm
+from llm.cli import _parser
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTED = re.findall(r"^::: ([\w.]+)$", "\n".join(page.read_text("utf-8") for page in PAGES), re.MULTILINE)
@@ -72,6 +74,40 @@ def test_the_python_of_the_pages_runs(tmp_path: Path) -> None:
     done = python("-c", "\n".join(blocks), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Moses" in done.stdout and '"city"' in done.stdout
+
+
+def wrong_commands(text: str) -> list[str]:
+    """Lines of shell blocks whose `python -m llm` does not take them, or whose program is not in the repository."""
+    wrong = []
+    for block in re.findall(r"```(?:bash|text)\n(.*?)```", text, re.DOTALL):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:3] == ["python", "-m", "llm"]:
+                try:
+                    _, unknown = _parser().parse_known_args(words[3:])
+                except SystemExit:
+                    unknown = words
+                if unknown:
+                    wrong.append(line)
+            elif words[:1] == ["python"] and words[1].endswith(".py") and not (ROOT / words[1]).is_file():
+                wrong.append(line)
+    return wrong
+
+
+def unexplained(text: str) -> list[str]:
+    """The blocks of Python that are not run (`py`, not `python`), and have no sentence after them that says so."""
+    blocks = re.findall(r"```py\n(.*?)```\n(.*?)(?=\n#|\n```|\Z)", text, re.DOTALL)
+    return [block for block, after in blocks if "The tests do not run this" not in after]
+
+
+def test_the_other_blocks_of_the_pages_can_be_run() -> None:
+    """Commands are parsed, not run: most need a model of the hub."""
+    text = "\n".join(page.read_text("utf-8") for page in (*PAGES, ROOT / "CONTRIBUTING.md"))
+    assert wrong_commands(text) == [] and unexplained(text) == []
+    for block in re.findall(r"```py\n(.*?)```", text, re.DOTALL):
+        compile(block, "page", "exec")
+    planted = "```bash\npython -m llm generate --tempreature 1 x\npython tests/lost.py\n```\n```py\nx = 1\n```\nNo.\n"
+    assert len(wrong_commands(planted)) == 2 and unexplained(planted) == ["x = 1\n"]
 
 
 def test_every_page_is_in_the_menu() -> None:
