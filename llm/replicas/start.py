@@ -37,9 +37,9 @@ def check_replicated(args: EngineArgs) -> None:
             raise ValidationError(f"{name} cannot be used with replicas: {why}.", parameter=name)
 
 
-def memory_of_one(platform: Platform, places: Sequence[Place]) -> int | None:
-    """Bytes of free memory that a replica plans with; None: all of its device's."""
-    return platform.memory_free() // len(places) if platform.device_type == "cpu" else None
+def memory_of_one(platform: Platform, places: Sequence[Place], free: int) -> int:
+    """Bytes that a replica plans with, of so many that are free: replicas on accelerators have a memory each."""
+    return free // len(places) if platform.device_type == "cpu" else free
 
 
 def start_replicas(

@@ -97,7 +97,7 @@ def build_engine(args: EngineArgs) -> BuiltEngine:
                 head = read_eagle3(heading, model)
                 sources.append(head.source)
                 _check_quantization(heading, head, platform)
-            free = memory_of_one(platform, places) if places else None
+            free = memory_of_one(platform, places, platform.memory_free()) if places else None
             tp = TensorParallel(0, args.tensor_parallel_size)
             plan = make_plan(args, model, platform, compilation, backend, processors, tp, free=free, head=head)
             warn_of_offload(args, plan)

@@ -37,6 +37,8 @@ from llm.loading.source import FolderSource
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
 from llm.quantization.on_load import OnlineConfig
+from llm.replicas.places import places_of
+from llm.replicas.start import memory_of_one
 from llm.setup.extensions import let_platform_update, without_broken_platforms
 from llm.setup.memory import ModelSizes
 from llm.setup.model_folder import ReadModel, check_supported, read_model
@@ -68,6 +70,7 @@ class ModelPlan:
         notes: why the measured rates may be wrong.
         image, image_tokens: the size that was asked for, and the tokens that such an image has in a prompt.
         image_prompts: how many prompts with one such image and no other token the KV cache holds at once.
+        replicas: where each is, if there are some; all other numbers are of one, `free_bytes` its share.
     """
 
     model: str
@@ -97,6 +100,7 @@ class ModelPlan:
     image: str = ""
     image_tokens: int = 0
     image_prompts: int = 0
+    replicas: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -104,6 +108,8 @@ class ModelPlan:
     def __str__(self) -> str:
         about = "" if self.is_exact else "about "
         lines = [f"model              {self.model} ({self.architecture}), quantization={self.quantization}"]
+        if self.replicas:
+            lines.append(f"replicas           {len(self.replicas)}, each as follows: {'; '.join(self.replicas)}")
         lines.append(f"weights            {about}{_size(self.weight_bytes)}; free memory {_size(self.free_bytes)}")
         if self.bytes_by_scheme:
             sizes = (f"{name} {_size(count)}" for name, count in self.bytes_by_scheme.items())
@@ -177,7 +183,9 @@ def preview(args: EngineArgs, rates: Rates | None = None, free: int | None = Non
 def _preview(args: EngineArgs, rates: Rates | None, free: int | None) -> ModelPlan:
     platform = select_platform(args.device)[0]
     load_general_plugins()
-    free = platform.memory_free() if free is None else free
+    free, places = platform.memory_free() if free is None else free, places_of(args)
+    if places:
+        free = memory_of_one(platform, places, free)
     model = read_model(let_platform_update(platform, args))
     try:
         plan, why_not = _planned(args, model, platform, free)
@@ -185,6 +193,7 @@ def _preview(args: EngineArgs, rates: Rates | None, free: int | None) -> ModelPl
         unlimited = replace(args, max_model_len=None, kv_cache_memory_bytes=None, offload_weights=None)
         sized = plan or _plan(unlimited, model, platform, 1 << 62)
         found = _sized(args, model, platform, sized, rates, free)
+        found = replace(found, replicas=tuple(map(str, places)))
     finally:
         model.source.close()
     if plan is not None:

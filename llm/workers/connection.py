@@ -20,12 +20,13 @@ class Connection:
     receives all the time.
 
     Attributes:
+        schema: of its messages.
         heard: when the last message came, by `time.monotonic`.
     """
 
     def __init__(self, end: socket.socket, schema: Schema) -> None:
         self._socket = end
-        self._schema = schema
+        self.schema = schema
         self._sending = threading.Lock()
         self.heard = monotonic()
 
@@ -37,7 +38,7 @@ class Connection:
 
     def send(self, kind: str, body: object = None) -> None:
         """Raises `ValidationError` if the body has what the schema has not, `EOFError` if the other end is gone."""
-        self.send_bytes(self._schema.encode(kind, body))
+        self.send_bytes(self.schema.encode(kind, body))
 
     def send_bytes(self, data: bytes) -> None:
         """Send an encoded message; raises `EOFError`."""
@@ -58,7 +59,7 @@ class Connection:
             header, buffers = sizes_of(self._read(PREFIX_BYTES))
             whole = memoryview(self._read(header + buffers))
             self.heard = monotonic()
-            message = self._schema.decode(whole[:header], whole[header:])
+            message = self.schema.decode(whole[:header], whole[header:])
             if message.kind != BEAT:
                 return message
         return None

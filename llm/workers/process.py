@@ -170,6 +170,7 @@ class WorkerProcess:
         Raises:
             WorkerDiedError: it was.
         """
+        self._check()  # in a forked child there is nothing to wait for
         silent = monotonic() - max(since, self._connection.heard)
         if silent > _END_SECONDS and self._process.poll() is not None:
             raise self._death()  # whose message was lost with the call that took it

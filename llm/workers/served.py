@@ -58,10 +58,11 @@ class ServedConnection(Connection):
 
 def serve_role(descriptor: int, role: str, number: int) -> None:
     """Run a role until the program that started this one closes its end, or the role fails."""
-    module = importlib.import_module(role)
-    serve: Callable[[Connection, int], None] = module.serve
-    connection = ServedConnection(socket.socket(fileno=descriptor), module.SCHEMA)
+    connection = ServedConnection(socket.socket(fileno=descriptor), Schema())
     try:
+        module = importlib.import_module(role)  # may take long, so it beats already
+        connection.schema = module.SCHEMA
+        serve: Callable[[Connection, int], None] = module.serve
         serve(connection, number)
     except EOFError:
         return  # the program is gone, or has closed its end

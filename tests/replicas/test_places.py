@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llm import LLM
 from llm.base import system
 from llm.config.engine import EngineArgs
 from llm.errors import ValidationError
@@ -81,6 +82,14 @@ def test_sets_of_processors_are_taken_as_they_are(eight_cores: Path) -> None:
 def test_what_is_wrong_is_told(options: dict[str, object], said: str, eight_cores: Path) -> None:
     with pytest.raises(ValidationError, match=said):
         places(**options)
+
+
+def test_a_plan_is_of_each_of_them() -> None:
+    one, two = (LLM.plan(device="cpu", data_parallel_size=size) for size in (1, 2))
+    assert two.fits and len(two.replicas) == 2 and not one.replicas
+    assert "replicas           2, each as follows: cpu" in str(two)
+    assert two.weight_bytes == one.weight_bytes
+    assert one.free_bytes / 4 < two.free_bytes < one.free_bytes * 3 / 4  # half, and the machine is not idle
 
 
 def test_the_processors_are_those_that_this_process_may_use() -> None:

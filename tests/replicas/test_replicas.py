@@ -229,6 +229,20 @@ def test_what_replicas_cannot_do_is_told(two: LLM, tmp_path: Path) -> None:
         LLM(pipeline_parallel_size=2)
 
 
+def test_a_forked_child_has_no_replicas_and_ends_none(two: LLM) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            two.generate(PROMPTS, GREEDY, use_tqdm=False)
+        except WorkerDiedError as error:
+            os._exit(0 if "of the process that this one was forked from" in str(error) else 1)
+        except BaseException:
+            os._exit(2)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(two.generate(PROMPTS, GREEDY, use_tqdm=False)) == len(PROMPTS)
+
+
 @pytest.fixture(scope="module")
 def three() -> Iterator[LLM]:
     with open_llm(**OPTIONS, data_parallel_size=3) as llm:
