@@ -48,6 +48,7 @@ from llm.errors import EngineBusyError, EngineClosedError, ValidationError, near
 from llm.explain import Explanation
 from llm.inputs import LoRARequest, PromptType, TokensPrompt
 from llm.inside.asked import Captures, Interventions
+from llm.inside.capture import Capture
 from llm.inside.names import Site
 from llm.loading.source import Overrides
 from llm.logger import init_logger, set_log_level
@@ -546,6 +547,8 @@ class LLM:
         row_params: bool = False,
         image_column: str | None = None,
         use_tqdm: UseTqdm = True,
+        capture: Capture | None = None,
+        capture_to: str | Path | None = None,
     ) -> JobSummary:
         """Answer the rows of a file into another; after Ctrl-C, SIGTERM, a crash or a full disk, `resume=True` goes on.
 
@@ -568,6 +571,8 @@ class LLM:
             on_too_long: as for `generate`.
             image_column: has a row's image, or a list of them: paths below the input's folder, base64 or bytes.
             row_params: columns with the names of parameters (max_tokens, temperature, ...) are those of their rows.
+            capture: activations of all rows; each is checked against `limit_bytes` by itself.
+            capture_to: the folder that gets them, a safetensors file ROW.safetensors for each row, counted from 0.
 
         Raises:
             JobError: a file is wrong, or cannot be written; or the journal is of another model or setting.
@@ -575,7 +580,10 @@ class LLM:
         """
         from llm.jobs.job import RunOptions, run_job
 
-        options = RunOptions(column, template, resume, shard, on_error, on_too_long, row_params, use_tqdm, image_column)
+        options = RunOptions(
+            *(column, template, resume, shard, on_error, on_too_long, row_params, use_tqdm, image_column),
+            *(capture, None if capture_to is None else Path(capture_to)),
+        )
         return run_job(self, input, output, options, sampling_params, pooling_params, lora_modules, lora_request)
 
     @property

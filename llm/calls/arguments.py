@@ -18,7 +18,7 @@ from llm.engine.rows import AnyRow, Row
 from llm.engine.step import Adapter
 from llm.errors import ValidationError
 from llm.inputs import LoRARequest
-from llm.inside.asked import CAPTURE, INTERVENTIONS
+from llm.inside.asked import CAPTURE, INTERVENTIONS, too_large
 from llm.sampling_params import SamplingParams
 
 logger = logging.getLogger("llm")
@@ -110,12 +110,8 @@ def check_captured(rows: Sequence[AnyRow]) -> None:
     limit = min(own.limit_bytes for _, own in asked)
     logger.info("activations of %d prompts take up to %s bytes", len(asked), f"{size:,}")
     if size > limit:
-        raise ValidationError(
-            f"the activations of {len(asked)} prompts may take {size:,} bytes, and limit_bytes is {limit:,}; capture "
-            "fewer sites or positions, set max_tokens, use dtype='float16', or raise Capture(limit_bytes=).",
-            parameter="capture",
-            value=size,
-        )
+        said = too_large(f"{len(asked)} prompts", size, limit)
+        raise ValidationError(said, parameter="capture", value=size)
 
 
 def check_asks_nothing(**given: object) -> None:

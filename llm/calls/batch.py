@@ -184,5 +184,7 @@ def prompt_rows(
     if options.on_error == "raise":
         raise_refused(rows)
     give_priority(rows, priority)
+    if options.checkpoint is not None and any(isinstance(row, Row) and row.params.inside is not None for row in rows):
+        refuse("checkpoint", options.checkpoint, "None with captures, which the file does not keep; see LLM.run")
     check_captured(rows)
     return rows

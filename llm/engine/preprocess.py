@@ -117,6 +117,7 @@ class Preprocessor:
                 row.cache_salt = found.cache_salt
                 if row.params.inside is not None:
                     row.params.inside = row.params.inside.for_prompt(len(row.token_ids))
+                    row.params.inside.check_size(len(row.token_ids), row.params.max_tokens or 0)
                 row.num_dropped_tokens += dropped
                 pictures.give(row, offset)
                 rows.append(row)

@@ -73,6 +73,12 @@ class Asked:
                 total += 4 * heads * count * (num_prompt + num_generated)
         return total
 
+    def check_size(self, num_prompt: int, num_generated: int) -> None:
+        """Raise `ValidationError` if the activations of this request alone may take more than its limit."""
+        size = self.max_bytes(num_prompt, num_generated)
+        if self.captures and size > self.limit_bytes:
+            raise ValidationError(too_large("this prompt", size, self.limit_bytes), parameter=CAPTURE, value=size)
+
     def activations(self, parts: Sequence[Part]) -> Activations:
         """What was captured in all steps. A position that was computed again, after a preemption, has the same bits."""
         found = Activations()
@@ -100,6 +106,13 @@ def _joined(parts: Sequence[Part], site: Site, dtype: str) -> tuple[np.ndarray, 
     values = np.concatenate([np.empty((0, *site.shape), kind), *(part[2] for part in parts)])
     positions, first = np.unique(positions, return_index=True)
     return positions, values[first]
+
+
+def too_large(what: str, size: int, limit: int) -> str:
+    return (
+        f"the activations of {what} may take {size:,} bytes, and limit_bytes is {limit:,}; capture fewer sites or "
+        "positions, set max_tokens, use dtype='float16', or raise Capture(limit_bytes=)."
+    )
 
 
 def asks(extra_args: Mapping[str, object] | None) -> bool:

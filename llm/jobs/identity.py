@@ -24,6 +24,7 @@ from llm.engine.boundary import PoolingPlan
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.rows import AnyRow, RefusedRow
 from llm.errors import JobError, ValidationError
+from llm.inside.capture import Capture
 from llm.jobs.journal import difference
 from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.resolve import resolve_folder
@@ -163,12 +164,16 @@ def check_recordable(params: SamplingParams) -> None:
             parameter="logits_processors",
         )
     try:
-        json.dumps(params.extra_args)
+        json.dumps({key: value for key, value in (params.extra_args or {}).items() if not _is_plain_capture(value)})
     except (TypeError, ValueError, RecursionError) as error:
         raise ValidationError(
             f"extra_args cannot be recorded in a journal ({error}); use numbers, texts, lists and dicts.",
             parameter="extra_args",
         ) from error
+
+
+def _is_plain_capture(value: object) -> bool:
+    return isinstance(value, Capture) and not callable(value.positions)
 
 
 def rows_key(rows: Sequence[AnyRow], model: Mapping[str, object]) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from llm.base.checks import check_choice, check_flag, refuse
 from llm.base.text import clip, list_names, quote
 from llm.base.types import JsonObject
-from llm.calls.arguments import adapters_of
+from llm.calls.arguments import adapters_of, with_inside
 from llm.calls.flow import Entry, Flow, prompts_at_once
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, output_without_run
@@ -38,6 +38,9 @@ from llm.errors import (
     is_out_of_memory,
 )
 from llm.inputs import LoRARequest
+from llm.inside.asked import CAPTURE, asks, resolve
+from llm.inside.capture import Capture
+from llm.jobs.activations import write_activations
 from llm.jobs.identity import check_finished, check_recordable, digest_of, identity_of, rows_key, sum_of, write_finished
 from llm.jobs.journal import Ended, Journal, Partials, RowRecord, RowRecords
 from llm.jobs.requests import (
@@ -114,6 +117,7 @@ class JobPlan:
     identity: Mapping[str, object]
     finished: Mapping[str, object]
     model: str
+    capture_to: Path | None = None
 
     def numbered(self) -> Iterator[tuple[int, Read]]:
         """This shard's rows with their indices in the whole input."""
@@ -289,6 +293,8 @@ class Job:
         ended = running.ended()
         if ended is None:
             return
+        if self._plan.capture_to is not None:
+            write_activations(output, self._plan.capture_to)
         del self._running[output.index]
         self._partials.written.pop(output.index, None)
         self._journal.add(ended.record())
@@ -378,8 +384,11 @@ class RunOptions:
     row_params: bool = False
     use_tqdm: UseTqdm = True
     image_column: str | None = None
+    capture: Capture | None = None
+    capture_to: Path | None = None
 
     def __post_init__(self) -> None:
+        self._check_capture()
         check_flag("resume", self.resume)
         check_flag("row_params", self.row_params)
         check_choice("on_error", self.on_error, ("raise", "return"))
@@ -389,6 +398,15 @@ class RunOptions:
             template_columns(self.template)
         if self.column is not None and self.template is not None:
             refuse("template", self.template, "None where column is given")
+
+    def _check_capture(self) -> None:
+        if (self.capture is None) != (self.capture_to is None):
+            given, missing = ("capture", "capture_to") if self.capture_to is None else ("capture_to", "capture")
+            refuse(missing, None, f"given with {given}: activations of a job go into a folder")
+        if self.capture is not None and not isinstance(self.capture, Capture):
+            refuse("capture", self.capture, "a Capture")
+        if self.capture is not None and callable(self.capture.positions):
+            refuse("positions", self.capture.positions, "no callable: a journal cannot record it")
 
 
 @dataclass(frozen=True)
@@ -512,6 +530,7 @@ def run_job(
         adapters_of(llm._begin(), adapters.all(), len(adapters.all()))
     default = llm.get_default_sampling_params
     defaults = JobDefaults.of(llm._pooling, sampling_params, pooling_params, adapters, default)
+    defaults = _with_capture(llm, defaults, options)
     files = JobFiles.of(source, output, options)
     identity = identity_of(llm)
     first = _first_row(files.source)
@@ -530,6 +549,7 @@ def run_job(
         identity,
         {**of_job, **_job_params(files, options, defaults)},
         Path(model).name,
+        options.capture_to,
     )
     if files.target.exists():  # and resume=True
         return _summary_of_complete(llm, plan)
@@ -537,6 +557,30 @@ def run_job(
         summary = Job(llm, plan, journal, options.use_tqdm).run()
         files.journal.unlink()
     return summary
+
+
+def _with_capture(llm: LLM, defaults: JobDefaults, options: RunOptions) -> JobDefaults:
+    """What rows ask for, with the job's capture among it; its folder is made."""
+    if options.capture is None or options.capture_to is None:
+        if asks(defaults.sampling.extra_args):
+            refuse(
+                "extra_args",
+                sorted(defaults.sampling.extra_args or {}),
+                "without 'capture'; pass capture and capture_to",
+            )
+        return defaults
+    if defaults.plan is not None:
+        refuse("capture", options.capture, "None for a model that pools")
+    resolve({CAPTURE: options.capture}, llm._open_engine().runner.sites())
+    try:
+        options.capture_to.mkdir(parents=True, exist_ok=options.resume)
+    except OSError as error:
+        said = "exists; delete it, or pass resume=True" if isinstance(error, FileExistsError) else str(error.strerror)
+        raise JobError(f"the folder capture_to={options.capture_to} {said}.") from error
+    params = with_inside(defaults.sampling, options.capture, None, lambda: defaults.sampling)
+    if not isinstance(params, SamplingParams):
+        raise RuntimeError("the params of a job are one SamplingParams")
+    return replace(defaults, sampling=params)
 
 
 def _job_params(files: JobFiles, options: RunOptions, defaults: JobDefaults) -> JsonObject:

@@ -228,7 +228,11 @@ def wrong_width() -> Intervention:
         ({"capture": Capture("layers.0.output", [99])}, "positions must be numbers from -40 to 39"),
         ({"capture": ["layers.0.output", "layers.*.output"]}, "layers.0.output is captured twice"),
         ({"capture": 3}, "capture must be a Capture"),
-        ({"capture": Capture("logits", "all", limit_bytes=10)}, "may take 44,204 bytes, and limit_bytes is 10"),
+        ({"capture": "logits", "checkpoint": "kept.jsonl"}, "checkpoint must be None with captures"),
+        (
+            {"capture": Capture("logits", "all", limit_bytes=10)},
+            "of this prompt may take 44,204 bytes, and limit_bytes is 10",
+        ),
         ({"interventions": "layers.0.output"}, "interventions must be an Intervention"),
         ({"interventions": wrong_width}, "vector must be of the shape of layers.0.output, [48]"),
         ({"interventions": lambda: Intervention.scale("logits", 2)}, "logits can be captured and not changed"),
