@@ -207,6 +207,28 @@ def test_the_ids_of_calls_are_no_others_of_the_conversation() -> None:
             assert events.count(f'"id":"{expected}"') == 1
 
 
+def test_reasoning_is_streamed_apart_from_content() -> None:
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}{# </think> #}"
+    reply = "<think>Was it Saul, or David?</think>David was the king."
+    sent = {"messages": ASK, "structured_outputs": {"choice": [reply]}}
+    with open_llm(max_model_len=256, chat_template=template) as own, opened(own) as inside:
+        message = inside.post("/v1/chat/completions", json=sent).json()["choices"][0]["message"]
+        events = inside.post("/v1/chat/completions", json={**sent, "stream": True}).text.split("\n\n")[:-2]
+    deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
+    told = {name: [delta[name] for delta in deltas if delta.get(name)] for name in ("reasoning", "content")}
+    assert message["reasoning"] == "Was it Saul, or David?" and message["content"] == "David was the king."
+    assert all("".join(parts) == message[name] and len(parts) > 2 for name, parts in told.items()), told
+
+
+def test_a_closed_engine_is_told(llm: LLM) -> None:
+    endpoint = Endpoint(AsyncLLM(llm), ("tiny",))
+    with TestClient(endpoint.app(), base_url="http://localhost") as own:
+        endpoint.engine.shutdown()
+        assert own.get("/health").status_code == 503
+        found = own.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1})
+        assert (found.status_code, found.headers["retry-after"]) == (503, "1") and "is shut down" in error_of(found)
+
+
 def test_a_completion_by_a_schema(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"years": {"type": "integer"}}, "required": ["years"]}
     form = {"type": "json_schema", "json_schema": {"name": "king", "schema": {**schema, "additionalProperties": False}}}
@@ -342,6 +364,8 @@ def test_texts_and_tokens(inside: TestClient, llm: LLM) -> None:
     assert plain.json()["tokens"] == ids[1:] and len(plain.json()["token_strs"]) == plain.json()["count"]
     assert inside.post("/tokenize", json={"messages": ASK}).json()["tokens"] == chat(llm, PARAMS).prompt_token_ids
     assert inside.post("/detokenize", json={"tokens": ids[1:]}).json() == {"prompt": PROMPT}
+    wrong = inside.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": 1})
+    assert "return_token_strs must be True or False" in error_of(wrong)
     for sent in ({"tokens": [10**6]}, {"tokens": [True]}, {"tokens": "x"}, {}):
         assert "tokens must be a list of token ids" in error_of(inside.post("/detokenize", json=sent))
 
@@ -582,9 +606,11 @@ def test_addresses_and_ports(llm: LLM, url: str) -> None:
         pass
     with pytest.raises(ValidationError, match="with arguments of LLM"), package.serve(llm, port=0, max_num_seqs=3):
         pass
+    before = threading.enumerate()
     with package.serve(llm, port=0, api_key="k", served_model_name=["a", "b"]) as own:
         found = httpx.get(f"{own}/v1/models", headers={"Authorization": "Bearer k"}).json()
         assert [item["id"] for item in found["data"]] == ["a", "b"]
+    assert threading.enumerate() == before, "the server has ended with the block"
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{own}/health")
     for given, said in (
