@@ -150,6 +150,8 @@ class ReplicatedEngine(Engine):
             self._replicas.check_alive()
             self.scheduler.hand_out()
             busy = [number for number, held in self.scheduler.dispatcher.held.items() if held]
+            if self.scheduler.requests and not busy and not self.scheduler.dispatcher.num_waiting:
+                raise RuntimeError("no replica has the requests that are left")
             found = self._replicas.take(WAIT_SECONDS, busy)
             while found is not None:
                 self._take(*found)

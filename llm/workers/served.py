@@ -16,8 +16,9 @@ from llm.workers.messages import Message, Schema
 from llm.workers.process import FAILED
 
 _BEAT_SECONDS = 1.0
-# Processor time between two beats from which on the worker counts as computing; the thread that beats takes less.
-_COMPUTES = 0.005
+# Processor time of the other threads between two beats from which on the worker counts as computing: little, for a busy
+# machine may leave it no more.
+_COMPUTES = 0.0002
 # That a role has for its clean-up after the program has gone.
 _END_SECONDS = 2.0
 
@@ -43,9 +44,9 @@ class ServedConnection(Connection):
     def _watch(self) -> None:
         poll = select.poll()
         poll.register(self.fileno(), getattr(select, "POLLRDHUP", 0))
-        computed = time.process_time()
+        computed = _computed_by_others()
         while not poll.poll(_BEAT_SECONDS * 1000):
-            now = time.process_time()
+            now = _computed_by_others()
             if not self._waits and now - computed > _COMPUTES:
                 try:
                     self.send(BEAT)
@@ -54,6 +55,11 @@ class ServedConnection(Connection):
             computed = now
         time.sleep(_END_SECONDS)
         os._exit(1)  # the role is in the middle of something that nobody waits for any more
+
+
+def _computed_by_others() -> float:
+    """Seconds of processor time of all threads but this one."""
+    return time.process_time() - time.thread_time()
 
 
 def serve_role(descriptor: int, role: str, number: int) -> None:
