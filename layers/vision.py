@@ -164,6 +164,10 @@ def _lengths(cu_seqlens: torch.Tensor, tokens: int) -> list[int]:
     return lengths
 
 
+# Scores that are in memory at once, of whole heads.
+_SCORES = 1 << 24
+
+
 @PluggableLayer.register("rel_pos_attention")
 class RelPosAttention(PluggableLayer):
     """Attention over an image with decomposed relative positions (arXiv:2112.01526): SAM's encoder and DeepSeek-OCR.
@@ -227,17 +231,26 @@ class RelPosAttention(PluggableLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, height, width, dim = x.shape
         qkv = self.qkv(x.float()).view(batch, height * width, 3, self.num_heads, self.head_size)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, H * W, head_size]
-        bias = self._bias(query, height, width) if self.use_rel_pos else None
-        out = F.scaled_dot_product_attention(query, key, value, bias)
-        return self.proj(out.transpose(1, 2).reshape(batch, height, width, dim)).to(x.dtype)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).flatten(1, 2)  # each [B * heads, H * W, head_size]
+        tables = [(self.rel_pos_h, height), (self.rel_pos_w, width)] if self.use_rel_pos else []
+        relative = [_relative(table, size) for table, size in tables]
+        out = torch.empty_like(query)
+        at_once = max(1, _SCORES // (height * width) ** 2)
+        for start in range(0, len(query), at_once):
+            part = slice(start, start + at_once)
+            scores = query[part] @ key[part].transpose(1, 2) * self.head_size**-0.5
+            if relative:
+                scores += _places(query[part].unflatten(1, (height, width)), *relative)
+            out[part] = scores.softmax(-1) @ value[part]
+        joined = out.unflatten(0, (batch, self.num_heads)).transpose(1, 2).reshape(batch, height, width, dim)
+        return self.proj(joined).to(x.dtype)
 
-    def _bias(self, query: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """The scores' terms for relative positions: [B, heads, H * W, H * W]."""
-        places = query.unflatten(2, (height, width))
-        rows = torch.einsum("bnhwc,hkc->bnhwk", places, _relative(self.rel_pos_h, height))
-        columns = torch.einsum("bnhwc,wkc->bnhwk", places, _relative(self.rel_pos_w, width))
-        return (rows[..., :, None] + columns[..., None, :]).flatten(4, 5).flatten(2, 3)
+
+def _places(query: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """The scores' terms for relative positions, of queries [heads, H, W, head_size]: [heads, H * W, H * W]."""
+    across = torch.einsum("nhwc,hkc->nhwk", query, rows)
+    along = torch.einsum("nhwc,wkc->nhwk", query, columns)
+    return (across[..., :, None] + along[..., None, :]).flatten(3, 4).flatten(1, 2)
 
 
 def _relative(table: torch.Tensor, size: int) -> torch.Tensor:

@@ -31,9 +31,9 @@ class DeepseekV2ForCausalLM(d.DecoderForCausalLM):
             shared_size=shared_size(reader, 2, 1407),
         )
         first = reader.count("first_k_dense_replace", 0)
-        return deepseek_decoder(
-            reader, rope, d.read_latent_attention(reader, rope), experts, dense_first(reader, first)
-        )
+        is_latent = reader.boolean("use_mla", True)  # not in DeepSeek-OCR
+        attention = (d.read_latent_attention if is_latent else d.read_attention)(reader, rope)
+        return deepseek_decoder(reader, rope, attention, experts, dense_first(reader, first))
 
 
 def _groups(reader: d.ConfigReader) -> tuple[str, int, int]:

@@ -517,6 +517,43 @@ FAMILIES: dict[str, Family] = {
         {"processor_class": "Glm46VProcessor"},
         {**_QWEN_PIXELS, "image_processor_type": "Glm46VImageProcessorPil"},
     ),
+    "deepseek_ocr2": Family(
+        {
+            **_QWEN,
+            "model_type": "deepseek_ocr2_text",
+            "vocab_size": VOCAB,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 16,
+            "mlp_layer_types": ["dense", *["sparse"] * (BASE["num_hidden_layers"] - 1)],
+        },
+        {
+            "sam_config": {
+                "hidden_size": 16,
+                "output_channels": 8,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 256,
+                "mlp_dim": 20,
+                "window_size": 4,
+                "global_attn_indexes": [1],
+                "downsample_channels": [12, 16],
+            },
+            "encoder_config": {
+                "hidden_size": 16,
+                "intermediate_size": 20,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "vocab_size": 8,
+            },
+        },
+        {"image_token_id": "<image>"},
+        {},
+        {"size": {"height": 1024, "width": 1024}, "tile_size": 768},
+        {"image_token": "<image>"},
+    ),
     "paddleocr_vl": Family(
         _text("paddleocr_vl_text", head_dim=8, rope_parameters=_MROPE),
         {**SIGLIP, "model_type": "paddleocr_vl_vision", "patch_size": 4, "image_size": 32},
@@ -585,7 +622,7 @@ def write(name: str, folder: Path, seed: int = 3) -> Any:
 
 def placeholder(name: str) -> str:
     """What stands for a picture in a prompt of this family."""
-    tokens = {"gemma3": "<start_of_image>", "aya_vision": "<image>", "llama4": "<|image|>"}
+    tokens = {"gemma3": "<start_of_image>", "aya_vision": "<image>", "llama4": "<|image|>", "qianfan_ocr": "<image>"}
     family = FAMILIES[name]
     found = tokens.get(name) or family.more.get("image_token_id") or family.more.get("image_token_index")
     return str(found)

@@ -84,3 +84,24 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_the_attention_of_sam_is_that_of_transformers() -> None:
+    modeling = pytest.importorskip("transformers.models.got_ocr2.modeling_got_ocr2")
+    from transformers import GotOcr2VisionConfig
+
+    config = GotOcr2VisionConfig(hidden_size=16, num_attention_heads=2, image_size=40, patch_size=8)
+    generator = torch.Generator().manual_seed(7)
+    for window in (0, 3):
+        theirs = modeling.GotOcr2VisionAttention(config, window).eval().requires_grad_(False)
+        for parameter in theirs.parameters():
+            parameter.normal_(0, 0.5, generator=generator)
+        assert attention.is_sams(theirs) and not attention.is_sams(theirs.qkv)
+        ours = attention.SamAttention(theirs, "", torch.float32)
+        for name, parameter in theirs.named_parameters():
+            ours.get_parameter(name).data.copy_(parameter)
+        size = window or 5
+        image = torch.randn(3, size, size, 16, generator=generator)
+        assert torch.allclose(ours(hidden_states=image)[0], theirs(image)[0], atol=1e-5)
+        ours.rel_pos_h.data.neg_()
+        assert not torch.allclose(ours(hidden_states=image)[0], theirs(image)[0], atol=1e-2)

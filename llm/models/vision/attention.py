@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from llm.kernels.backend import Operations
-from llm.layers.vision import attend_sequences
+from llm.layers.vision import RelPosAttention, attend_sequences
 from llm.models.transformers_backend.skeleton import Theirs
 
 NAME = "llm_flash_sequences"
@@ -43,6 +43,33 @@ def computing(ops: Operations) -> Iterator[None]:
         yield
     finally:
         _operations.reset(token)
+
+
+def is_sams(module: nn.Module) -> bool:
+    """Whether it is the attention of SAM's encoder in transformers, which models copy."""
+    return hasattr(module, "get_decomposed_rel_pos") and hasattr(module, "qkv") and hasattr(module, "proj")
+
+
+class SamAttention(RelPosAttention):
+    """The operation in the place of transformers' module."""
+
+    def __init__(self, theirs: Theirs, prefix: str, dtype: torch.dtype) -> None:
+        tables = (theirs.rel_pos_h, theirs.rel_pos_w) if theirs.use_rel_pos else None
+        size = None if tables is None else ((len(tables[0]) + 1) // 2, (len(tables[1]) + 1) // 2)
+        super().__init__(
+            theirs.qkv.in_features,
+            theirs.num_attention_heads,
+            theirs.qkv.bias is not None,
+            theirs.use_rel_pos,
+            size,
+            params_dtype=dtype,
+            prefix=prefix,
+        )
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, output_attentions: object = None
+    ) -> tuple[torch.Tensor, None]:
+        return super().forward(hidden_states), None
 
 
 def _attend(

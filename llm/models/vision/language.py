@@ -23,6 +23,7 @@ from llm.models.transformers_backend.skeleton import Theirs
 _PREFIX = "Images_"
 # The name of a language model's config in transformers -> the family whose class reads it.
 _SAME = {
+    "deepseek_ocr2_text": "deepseek_v2",
     "glm4v_text": "glm4",
     "glm_ocr_text": "glm4",
     "granite4_vision_text": "granite",
@@ -39,6 +40,7 @@ class ReadsImages(TextPart):
     """Before a family's class among the bases."""
 
     renames = (
+        ("language_model.model.encoder", "model"),  # of Qianfan-OCR as transformers saves it
         ("model.language_model.lm_head", "lm_head"),
         *TextPart.renames,
         ("model.text_model", "model"),
@@ -126,6 +128,11 @@ def _read(own: type[DecoderForCausalLM], reader: ConfigReader) -> DecoderConfig:
         known["attention_bias"] = False
     if reader.family == "paddleocr_vl":
         known["attention_bias"] = known["mlp_bias"] = known.pop("use_bias", False)
+    if reader.family == "deepseek_ocr2":
+        kinds = known.pop("mlp_layer_types", None) or ["sparse"]
+        known |= {"use_mla": False, "first_k_dense_replace": kinds.index("sparse") if "sparse" in kinds else len(kinds)}
+        if "dense" in kinds[known["first_k_dense_replace"] :]:
+            raise reader.error("text_config.mlp_layer_types", kinds, "dense layers first")
     if reader.family == "qwen3_vl_moe":
         known["norm_topk_prob"] = True  # in transformers its router always does
     outside = {key: reader.raw[key] for key in ("tie_word_embeddings",) if key in reader.raw}

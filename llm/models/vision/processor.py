@@ -158,7 +158,7 @@ class PictureProcessor:
         return frozenset({*of_class.__annotations__, *of_images.__annotations__}) - {"return_tensors", "device"}
 
     def _placeholder(self) -> str:
-        for name in ("image_token", "boi_token"):
+        for name in ("image_placeholder_token", "image_token", "boi_token"):
             found = getattr(self._theirs, name, None)
             if isinstance(found, str) and len(self.ids(found)) == 1:
                 return found

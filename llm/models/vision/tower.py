@@ -87,6 +87,9 @@ class VisionTower(Patchable):
             attention.use_in(model)
             compute_buffers(model)
             for path, module in list(model.named_modules()):
+                if attention.is_sams(module):
+                    model.set_submodule(path, attention.SamAttention(module, path, dtype))
+            for path, module in list(model.named_modules()):
                 if type(module) is nn.Linear:
                     model.set_submodule(path, _linear(module, path, dtype))
                 elif type(module) in (nn.Conv2d, nn.Conv3d):
