@@ -15,7 +15,7 @@ from llm.base.checks import refuse
 from llm.base.custom_op import op_registry_oot
 from llm.config import env
 from llm.config.compilation import CompilationConfig
-from llm.config.engine import CacheConfig, EngineArgs, SchedulerConfig
+from llm.config.engine import CacheConfig, EngineArgs, SchedulerConfig, SpeculativeConfig
 from llm.engine.boundary import RunnerPlan
 from llm.errors import LLMError, ValidationError
 from llm.kernels.select import backend_for
@@ -73,6 +73,12 @@ def check_ranks(args: EngineArgs, platform: Platform) -> None:
     if platform.get_model_runner_cls() != Platform().get_model_runner_cls():
         why = f"1 on {platform.name}, whose model runner is its own"
         refuse("tensor_parallel_size", args.tensor_parallel_size, why)
+    if args.enable_lora:
+        refuse("enable_lora", True, "False with tensor_parallel_size; merge_lora adds one adapter to the weights")
+    drafts = SpeculativeConfig.of(args.speculative_config)
+    if drafts is not None and drafts.has_head:
+        right = "'ngram' or 'draft_model' with tensor_parallel_size: heads that draft are not shared out"
+        refuse("speculative_config['method']", drafts.method, right)
     if callable(args.hf_overrides):
         refuse("hf_overrides", args.hf_overrides, "a dict with tensor_parallel_size: a function is not sent to ranks")
     if args.offload_weights:

@@ -57,7 +57,10 @@ def compared(name: str, ranks: Sequence[int]) -> Mapping[int, str]:
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(row, Path(folder))
         prompts = make_prompts(row)
-        alone = answers(Path(folder), row, prompts, **options)
+        try:
+            alone = answers(Path(folder), row, prompts, **options)
+        except LLMError as error:
+            return dict.fromkeys(ranks, f"refused: by one process too: {error}")
         for size in ranks:
             try:
                 same = answers(Path(folder), row, prompts, tensor_parallel_size=size, **options) == alone

@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from drafts import Recorder, drafting, fake
 from embedded import PROMPTS, assert_idle, engine_of, open_llm, run
 from ranks.kept import kept_ranks
 from ranks.matrix import answers, evened
@@ -51,6 +53,31 @@ def test_two_ranks_have_the_bits_of_one(name: str, tmp_path: Path) -> None:
     assert answers(tmp_path, row, prompts, tensor_parallel_size=2, **options) == answers(
         tmp_path, row, prompts, **options
     )
+
+
+def test_recurrent_states_follow_accepted_drafts_and_shared_prefixes(tmp_path: Path) -> None:
+    row = evened(TINY_MODELS["falcon-h1"])
+    write_checkpoint(replace(row, config={**row.config, "max_position_embeddings": 512}), tmp_path)
+    prompts = [[5, 6, 7, 8, 9, 10] * 40 + [last] for last in (11, 12)] + [[20, 21] * 30]
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=2, ignore_eos=True)
+    found, recorder = [], Recorder()
+    for size in (1, 2):
+        with open_llm(tmp_path, skip_tokenizer_init=True, tensor_parallel_size=size, max_num_seqs=2) as llm:
+            outputs = []
+            with drafting(llm, recorder if size == 1 else fake(llm, "partly", recorder.answers)) as proposer:
+                for _ in range(2):
+                    outputs += run(llm, [{"prompt_token_ids": ids} for ids in prompts], params)
+            assert llm.stats().cached_tokens and (size == 1 or 0 < proposer.accepted < proposer.drafted)
+            found.append([(item.outputs[0].token_ids, item.outputs[0].logprobs) for item in outputs])
+    assert found[0] == found[1]
+
+
+def test_vectors_of_two_ranks(tmp_path: Path) -> None:
+    vectors = []
+    for size in (1, 2):
+        with open_llm(task="embed", max_model_len=64, tensor_parallel_size=size) as llm:
+            vectors.append([output.outputs.embedding for output in llm.embed(PROMPTS, use_tqdm=False)])
+    assert vectors[0] == vectors[1]
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +154,9 @@ def test_what_one_rank_cannot_do_is_refused(llm: LLM, tmp_path: Path) -> None:
         lambda: llm.save_quantized(tmp_path / "saved"),
         lambda: LLM(tensor_parallel_size=2, calibration=["text"], quantization="w4a16"),
         lambda: LLM(tensor_parallel_size=2, offload_weights=True),
+        lambda: LLM(tensor_parallel_size=2, enable_lora=True),
+        lambda: LLM(tensor_parallel_size=2, speculative_config={"method": "mtp"}),
+        lambda: LLM(tensor_parallel_size=2, data_parallel_size=2),
         lambda: LLM(tensor_parallel_size=2, hf_overrides=lambda config: config),
     ):
         with pytest.raises(ValidationError, match="tensor_parallel_size"):
