@@ -9,6 +9,7 @@ from pathlib import Path
 from llm.base import system
 from llm.errors import LLMError
 from llm.kernels.cpu import build
+from llm.kernels.cpu.backend import PYTORCH_IS
 from llm.kernels.cpu.library import choose_target, requested_isa
 
 
@@ -32,14 +33,14 @@ def kernel_state() -> KernelState:
     try:
         isa = requested_isa()
         if isa == "none":
-            return KernelState(targets, "LLM_CPU_ISA=none: PyTorch's operations, slower", "unset LLM_CPU_ISA")
+            return KernelState(targets, f"LLM_CPU_ISA=none: PyTorch's operations, {PYTORCH_IS}", "unset LLM_CPU_ISA")
         target, reason = choose_target(isa)
         if build.packaged_library(target) is not None:
             return KernelState(targets, f"{target} ({reason}), installed with the package")
         compiler = build.find_compiler()
         is_there = build.is_usable(build.cached_library(target, compiler))
     except (build.BuildError, LLMError, OSError) as error:
-        text = "not compiled, and they cannot be: PyTorch's operations are used, slower"
+        text = f"not compiled, and they cannot be: PyTorch's operations are used, {PYTORCH_IS}"
         return KernelState(targets, text, f"{error}")
     state = "compiled, in the cache" if is_there else "not compiled yet: the first LLM(...) does it, in about a minute"
     return KernelState(targets, f"{target} ({reason}), {state}; compiler {Path(compiler).name}", "", is_there)

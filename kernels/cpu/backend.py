@@ -22,6 +22,8 @@ from llm.platforms.interface import Platform
 
 # Operation -> the module here that has its function, where that is not named as in `OPERATIONS`.
 _MODULES = {"pack": "packed"}
+# Measured on SmolLM2-135M in bfloat16, one thread with AVX-512: prompts 3.5 times the CPU time, decode 5.5 to 6.6.
+PYTORCH_IS = "3 to 7 times slower"
 # What a compiler knows that does not know a target.
 _NEXT_BEST = {"amx": "avx512_vnni", "avx512_bf16": "avx512_vnni", "avx2_vnni": "avx2", "neon_i8mm": "neon"}
 # Of the program for steps of any size.
@@ -149,8 +151,8 @@ def _cpu_backend(isa: str | None) -> Backend:
             failure = failure or str(error)
         reason = f"{best} is not available: {failure.splitlines()[0]}"
     warnings.warn(
-        f"the CPU kernels are not available, and PyTorch's operations compute instead: slower, and answers depend on "
-        f"what else is in the batch (llm.config.invariant is False). {failure}",
+        f"the CPU kernels are not available, and PyTorch's operations compute instead: {PYTORCH_IS}, and answers "
+        f"depend on what else is in the batch (llm.config.invariant is False). {failure}",
         stacklevel=2,
     )
     return pytorch(failure.splitlines()[0])
