@@ -113,8 +113,7 @@ def flags_of(build: ModuleType, target: Target, name: str) -> list[str]:
     for flag in build.TARGETS[name]:
         if not flag.startswith("-fno-schedule"):
             flags.append(flag.replace(march, "-mcpu=generic+v8_2a") if flag.startswith(march) else flag)
-    # Guards of static variables would be the only call of a C++ runtime; threads.cpp initializes its own under a lock.
-    return [*flags, "-fno-threadsafe-statics", "-g0", "-w", "-target", target.triple]
+    return [*flags, "-g0", "-w", "-target", target.triple]
 
 
 def compile_library(build: ModuleType, output: Path, target: Target, flags: Sequence[str]) -> None:

@@ -12,6 +12,8 @@
 #define NOMINMAX
 #include <malloc.h>
 #include <windows.h>
+#undef near
+#undef far
 #else
 #include <csignal>
 #include <ctime>

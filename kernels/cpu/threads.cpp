@@ -120,8 +120,9 @@ void forget_workers() {
 }
 
 void create_workers(int wanted) {
-    static const bool registered = (sys::after_fork(forget_workers), true);
-    (void)registered;
+    static bool registered = false;  // only the caller that holds `taken` comes here
+    if (!registered) sys::after_fork(forget_workers);
+    registered = true;
     while (pool.workers < wanted && sys::start(pool.ids[pool.workers], live)) ++pool.workers;
 }
 
