@@ -201,7 +201,7 @@ ENDS = {
     "an error": "1 / 0",
     "kill": "os.kill(os.getpid(), 9)",
     "forgotten": "del worker, other, each; gc.collect(); time.sleep(30)",
-    "a fork": "os._exit(0) if os.fork() else time.sleep(2)",
+    "a fork": "os._exit(0) if os.fork() else time.sleep(25)",  # longer than is waited for the workers
     "a fork that exits": "os.wait() if os.fork() else sys.exit(); worker.send('echo'); print(worker.receive(60).kind)",
 }
 
