@@ -193,6 +193,45 @@ def test_patching_everything_gives_the_other_answer(llama: LLM) -> None:
     assert patched.outputs[0].logprobs == expected.outputs[0].logprobs
 
 
+def test_a_capture_sees_what_interventions_leave(llama: LLM) -> None:
+    site, capture = "layers.1.output", Capture(["layers.1.output", "layers.2.input"], [1, 5])
+    added = vector(llama, site)
+    change = [Intervention.add(site, added), Intervention.scale(site, 2.0, positions=[5])]
+    (plain,) = llama.generate([PROMPT], PARAMS, capture=capture, use_tqdm=False)
+    (changed,) = llama.generate([PROMPT], PARAMS, capture=capture, interventions=change, use_tqdm=False)
+    expected = (plain.activations[site] + added.numpy()) * np.array([[1.0], [2.0]], dtype=np.float32)
+    assert np.array_equal(changed.activations[site], expected)
+    assert np.array_equal(changed.activations["layers.2.input"], expected)
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        ("last", [39]),
+        ("prompt", range(40)),
+        ("generated", [40, 41, 42]),
+        ("all", range(43)),
+        ([3, -1, 0], [0, 3, 39]),
+        (slice(-2, None), [38, 39]),
+        (7, [7]),
+        (lambda at, prompt: at >= prompt - 1 and at % 2 == 1, [39, 41]),
+    ],
+)
+def test_positions(llama: LLM, positions: Any, expected: Any) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def function(x: torch.Tensor, place: Place) -> torch.Tensor:
+        seen.append((place.position, place.token_id))
+        return x
+
+    site, change = "layers.0.output", Intervention.function("layers.0.output", function, positions=positions)
+    capture = Capture(site, positions)
+    (output,) = llama.generate([PROMPT], PARAMS, capture=capture, interventions=change, use_tqdm=False)
+    assert output.activations.positions[site].tolist() == list(expected)
+    tokens = [*PROMPT, *output.outputs[0].token_ids]
+    assert seen == [(place, tokens[place]) for place in expected]
+
+
 def test_steps_of_plain_rows_stay_recorded(llama: LLM) -> None:
     recorded = engine_of(llama).runner.recorded
     llama.generate([PROMPT], replace(PARAMS, max_tokens=8), use_tqdm=False)
