@@ -18,6 +18,7 @@ from embedded import python
 import llm.platforms
 from llm.config import EngineArgs
 from llm.errors import LLMError, ValidationError
+from llm.layers.communicators import SharedMemoryCommunicator
 from llm.platforms import BUILTIN, Platform, PlatformEnum, select_platform
 from llm.platforms.accelerators import (
     CudaPlatform,
@@ -29,6 +30,7 @@ from llm.platforms.accelerators import (
 )
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.limits import cpu_quota, memory_limits
+from llm.plugins import resolve_obj_by_qualname
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {64 * GIB // 1024} kB\nMemFree: 7 kB\nMemAvailable: {48 * GIB // 1024} kB"
@@ -201,8 +203,9 @@ def test_this_machine() -> None:
         assert torch.is_inference_mode_enabled()
     with pytest.raises(ValidationError, match="cpu has one device"):
         platform.set_device(1)
+    assert resolve_obj_by_qualname(platform.get_communicator_cls()) is SharedMemoryCommunicator
     with pytest.raises(ValidationError, match="one device; there is no communicator"):
-        platform.get_communicator_cls()
+        Platform.get_communicator_cls(platform)  # of devices between which nothing is sent
 
 
 def test_a_name_without_a_processor_name(tmp_path: Path) -> None:
