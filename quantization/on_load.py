@@ -45,6 +45,7 @@ class Recipe:
 
     `form`: of `quantize_weight_as`; "": symmetric integers. `fixed`: its format has this group size alone. `rotates`:
     weights and activations are rotated in blocks before they are rounded. `unrotated`: the form where they are not.
+    `can_rotate`: they are where that is asked for, or texts calibrate it.
     """
 
     scheme: str
@@ -55,6 +56,7 @@ class Recipe:
     fixed: bool = False
     rotates: bool = False
     unrotated: str = ""
+    can_rotate: bool = False
 
     @property
     def is_integer(self) -> bool:
@@ -67,7 +69,7 @@ RECIPES: dict[str, Recipe] = {
     "w8a8_static": Recipe("W8A8", 8, None, "w8a8"),
     "w8a16": Recipe("W8A16", 8, None, "w8a16"),
     "w4a8": Recipe("W4A8_DYNAMIC", 4, 32, "w8a8", "two_levels", rotates=True, unrotated="asymmetric"),
-    "w4a16": Recipe("W4A16", 4, 32, "w8a16", "asymmetric"),
+    "w4a16": Recipe("W4A16", 4, 32, "w8a16", "asymmetric", can_rotate=True),
     "fp8": Recipe("W8A16_FP8", 8, None, "fp8", "float8"),
     "mxfp4": Recipe("W4A16", 4, 32, "fp8", "mxfp4", fixed=True),
     "nf4": Recipe("W4A16", 4, 64, "w8a16", "nf4"),
@@ -80,11 +82,12 @@ _LM_HEAD_SCHEMES = ("W8A8_DYNAMIC", "W8A16", "W8A16_FP8")
 # Their kernels scale whole sums: no groups.
 _PER_ROW_SCHEMES = ("W8A8_DYNAMIC", "W8A8")
 _KEYS = ("scheme", "bits", "group_size", "layers", "ignore", "lm_head", "calibration", "rotate", "symmetric")
-# Where bits alone are named.
-_SCHEME_OF_BITS = "w4a16"
+# Where bits alone are named: of the schemes of 4 bits the smallest, so that as many bytes have more layers of 8.
+_SCHEME_OF_BITS = "w4a8"
 # What reasons begin with.
 ON_LOAD = "quantized on load"
 _SMALLEST_GROUP = 8
+_BUDGET_GROUP = 16
 _MORE_BITS = 8
 # Of GGUF, whose groups have one size.
 _BLOCKS = ("q8_0", "q4_0", "q4_k")
@@ -123,7 +126,8 @@ class OnlineConfig(QuantizationConfig):
         eight_bits: path of a layer -> why it has 8 bits where it would have 4 and no pattern names it.
         calibration: texts that are run through the unquantized model first.
         own_texts: it writes them itself: calibration="auto".
-        rotate: whether w8a8 and w4a8 rotate weights and activations.
+        rotate: whether weights and activations are rotated, of w8a8, w4a8 and w4a16; None: those of w8a8 and w4a8 are,
+            and those of w4a16 where texts calibrate it.
         symmetric: whether 4-bit integers that have zero points, or two levels of scales, by default are without.
         statistics: what they showed, by layer; filled in before the model is built.
     """
@@ -138,7 +142,7 @@ class OnlineConfig(QuantizationConfig):
     eight_bits: dict[str, str] = field(default_factory=dict)
     calibration: tuple[str, ...] = ()
     own_texts: bool = False
-    rotate: bool = True
+    rotate: bool | None = None
     symmetric: bool = False
     statistics: Mapping[str, ActivationStatistics] = field(default_factory=dict)
     _unused: set[str] = field(default_factory=set)
@@ -172,10 +176,10 @@ class OnlineConfig(QuantizationConfig):
             raise _wrong(asked, "uses w8a8_static, which needs calibration=[texts] to fix the activations' scales.")
         group_size = _group_size(given.get("group_size"), scheme, asked)
         lm_head = _lm_head(given.get("lm_head", RECIPES[scheme].lm_head), asked)
-        rotate: Any = given.get("rotate", True)
+        rotate: Any = given.get("rotate")
         symmetric: Any = given.get("symmetric", False)
         for key, value in (("rotate", rotate), ("symmetric", symmetric)):
-            if not isinstance(value, bool):
+            if not isinstance(value, bool) and (key, value) != ("rotate", None):
                 raise _wrong(asked, f"has {key}={show(value)}; it is True or False.")
         return cls(
             scheme,
@@ -262,7 +266,13 @@ class OnlineConfig(QuantizationConfig):
         default = RECIPES[self.scheme]
         if default.bits <= 4 and prefix in self.eight_bits:
             return _Choice(default.lm_head, RECIPES[default.lm_head].group_size, False, self.eight_bits[prefix])
-        return _Choice(self.scheme, self.group_size or default.group_size, self.group_size is not None)
+        return _Choice(self.scheme, self.group_size or self._default_group(default), self.group_size is not None)
+
+    def _default_group(self, recipe: Recipe) -> int | None:
+        """Within a budget two levels of scales are of half as many columns: a byte more for each 32 weights is worth
+        more than as many bytes of layers with 8 bits."""
+        has_levels = recipe.form == "two_levels" and self.rotate is not False and not self.symmetric
+        return _BUDGET_GROUP if self.bits is not None and has_levels else recipe.group_size
 
     def _named(self, name: str, prefix: str) -> _Choice | None:
         """By the first of the user's patterns that matches."""
@@ -322,7 +332,7 @@ class OnlineConfig(QuantizationConfig):
         size, note = _fitting_group(choice, columns, prefix)
         static = recipe.scheme == "W8A8"
         form = "" if self.symmetric and recipe.bits == 4 and recipe.is_integer else recipe.form
-        rotation = block_for(columns) if recipe.rotates and self.rotate and form == recipe.form else 0
+        rotation = block_for(columns) if self._rotates(recipe) and form == recipe.form else 0
         if rotation:
             note += f", rotated in blocks of {rotation}"
         elif form:
@@ -336,6 +346,12 @@ class OnlineConfig(QuantizationConfig):
         method: QuantizeMethodBase = get_scheme(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
         method.summary = choice.why and f"{name} {choice.why}"
         return method
+
+    def _rotates(self, recipe: Recipe) -> bool:
+        """Whether its weights are rotated, and so its activations."""
+        if self.rotate is None:
+            return recipe.rotates or (recipe.can_rotate and self.uses_calibration)
+        return self.rotate and (recipe.rotates or recipe.can_rotate)
 
 
 def _fitting_group(choice: _Choice, columns: int, prefix: str) -> tuple[int, str]:

@@ -11,10 +11,12 @@ from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.cpu.tensors import KINDS, pointer
 from llm.kernels.reference import quantize_weight as reference
 from llm.kernels.reference.quantize_weight import BEYOND, FORMS, NOT_FINITE
-from llm.kernels.reference.rotation import check_block
+from llm.kernels.reference.rotation import check_block, rotate
 
 _QUANTIZE = KERNELS["llm_quantize_weight"]
 _ROUNDED, _SEARCHED, _FIRST_FORM = range(3)  # `FORMS` from there on
+# A weight is rotated so many elements at a time, which stay in the cache.
+_ROTATED_ELEMENTS = 1 << 18
 # Bits of what the kernel returns.
 _NOT_FINITE = 1
 
@@ -88,10 +90,19 @@ def quantize_weight_as(
     rotation: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
     """(q, scale, minimum, signal, noise) as the definition; the last two in another order of sums."""
-    if weight.dtype not in KINDS or form not in FORMS or (rotation and form != "two_levels"):
+    if weight.dtype not in KINDS or form not in FORMS:
         return reference.quantize_weight_as(weight, form, group_size, out, rotation)
     rows, columns = weight.shape
     q, scale, minimum = out or reference.empty(form, rows, columns, group_size)
+    if rotation and form != "two_levels":  # which the kernel rotates itself
+        signal = noise = 0.0
+        step = max(1, _ROTATED_ELEMENTS // max(1, columns))
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            parts = (q[part], scale[part], None if minimum is None else minimum[part])
+            *_, own, error = quantize_weight_as(lib, rotate(weight[part], rotation), form, group_size, parts)
+            signal, noise = signal + own, noise + error
+        return q, scale, minimum, signal, noise
     table = torch.tensor(reference.NF4) if form == "nf4" else None
     if form == "q4_k" and columns % reference.SUPER_BLOCK:
         raise ValueError(f"blocks of {reference.SUPER_BLOCK} do not divide {columns} columns")

@@ -142,10 +142,10 @@ def _prepare_quantization(
     if calibrates and isinstance(config, OnlineConfig) and config.uses_calibration:
         with times.phase("calibrate"):
             plain = replace(args, quantization=None, calibration=None, logits_processors=None)
-            if model.pooling is not None:
+            if model.pooling is not None and config.own_texts:
                 raise ValidationError(
-                    "calibration computes texts with a model that generates, and this one gives vectors or scores; "
-                    "leave calibration out, or give more bits: quantization={'bits': 6}.",
+                    "calibration='auto' lets a model write its own texts, and this one gives vectors or scores; pass "
+                    "texts like those that it will be given: calibration=[...].",
                     parameter="calibration",
                     value=args.calibration,
                 )
@@ -153,6 +153,7 @@ def _prepare_quantization(
                 lambda: build_engine(plain).engine,
                 config.calibration,
                 model.source,
+                model.pooling,
             )
 
 

@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import cast
 
 from llm.base.text import list_names
+from llm.engine.boundary import PoolingPlan
 from llm.engine.engine import Engine
+from llm.engine.pooling_rows import PoolingRows, Prefix
 from llm.engine.preprocess import Preprocessor
+from llm.engine.rows import Row
+from llm.errors import ValidationError
 from llm.inputs import PromptType
 from llm.loading.source import ModelSource
 from llm.quantization.on_load import ActivationStatistics
@@ -42,19 +46,50 @@ def run_tokens(
 ) -> None:
     """The same of token ids."""
     preprocessor = Preprocessor(engine.config.model_config, engine.tokenizer)
-    limit = engine.config.model_config.max_model_len - 1
-    windows = [ids[start : start + limit] for ids in encoded for start in range(0, len(ids), limit)]
-    prompts: list[PromptType] = [{"prompt_token_ids": list(ids)} for ids in windows]
+    windows = _windows(encoded, engine.config.model_config.max_model_len - 1)
+    prompts: list[PromptType] = [{"prompt_token_ids": window} for window in windows]
     rows = preprocessor.rows(prompts, SamplingParams(temperature=0, max_tokens=1), SamplingParams)
+    _run(engine, rows, between_steps)
+
+
+def _pool_texts(engine: Engine, plan: PoolingPlan, texts: Sequence[str]) -> None:
+    """`run_texts` of a model that gives vectors or scores."""
+    if engine.tokenizer is None:
+        raise ValidationError("calibration needs a tokenizer: skip_tokenizer_init=True.", parameter="calibration")
+    limit, prompts = engine.config.model_config.max_model_len, list[PromptType]()
+    for whole, plain in zip(engine.tokenizer.encode(texts), engine.tokenizer.encode_rendered(texts), strict=True):
+        count = len(plain)
+        start = next((at for at in range(len(whole) - count + 1) if whole[at : at + count] == plain), None)
+        if start is None:  # special tokens lie within
+            start, plain = 0, whole
+        first, last = whole[:start], whole[start + len(plain) :]  # special tokens, which every window has
+        for window in _windows([plain], max(1, limit - len(first) - len(last))):
+            prompts.append({"prompt_token_ids": [*first, *window, *last]})
+    rows = PoolingRows(Preprocessor(engine.config.model_config, engine.tokenizer), plan)
+    _run(engine, rows.texts(prompts, None, None, prefix=Prefix()), lambda: None)
+
+
+def _windows(encoded: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
+    return [list(ids[start : start + limit]) for ids in encoded for start in range(0, len(ids), limit)]
+
+
+def _run(engine: Engine, rows: Sequence[Row], between_steps: Callable[[], None]) -> None:
     engine.reset_prefix_cache()  # cached tokens would not be computed
     engine.run([engine.add(row) for row in rows], between_steps)
 
 
-def observe(engine: Engine, texts: Sequence[str] | Sequence[Sequence[int]]) -> dict[str, ActivationStatistics]:
-    """Statistics of the inputs of every linear layer, by its dotted path, over `texts` or their token ids."""
+def observe(
+    engine: Engine, texts: Sequence[str] | Sequence[Sequence[int]], pooling: PoolingPlan | None = None
+) -> dict[str, ActivationStatistics]:
+    """Statistics of the inputs of every linear layer, by its dotted path, over `texts` or their token ids.
+
+    `pooling`: of a model that gives vectors or scores, with texts alone.
+    """
     engine.runner.start_observing()
     try:
-        if isinstance(texts[0], str):
+        if pooling is not None:
+            _pool_texts(engine, pooling, cast(Sequence[str], texts))
+        elif isinstance(texts[0], str):
             run_texts(engine, cast(Sequence[str], texts), "calibration")
         else:
             run_tokens(engine, cast(Sequence[Sequence[int]], texts))
@@ -65,12 +100,12 @@ def observe(engine: Engine, texts: Sequence[str] | Sequence[Sequence[int]]) -> d
 
 
 def calibrate(
-    build: Callable[[], Engine], texts: Sequence[str], source: ModelSource
+    build: Callable[[], Engine], texts: Sequence[str], source: ModelSource, pooling: PoolingPlan | None
 ) -> dict[str, ActivationStatistics]:
     """`observe` on an engine from `build`, which is closed afterwards; without texts on those that it writes."""
     engine = build()
     try:
-        return observe(engine, texts or own_texts(engine, source, source.config()))
+        return observe(engine, texts or own_texts(engine, source, source.config()), pooling)
     finally:
         engine.close()
 

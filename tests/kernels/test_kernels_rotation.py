@@ -88,7 +88,10 @@ def test_what_cannot_be_rotated_is_refused() -> None:
 
 
 # (output channels, columns, group size, rotation): tails of panels, groups of one, two and odd numbers of steps.
-LEVELS = [(70, 576, 32, 64), (33, 1536, 64, 256), (16, 96, 96, 32), (5, 48, 8, 16), (40, 384, 24, 128), (31, 64, 32, 0)]
+LEVELS = [
+    *((70, 576, 32, 64), (33, 1536, 64, 256), (16, 96, 96, 32), (5, 48, 8, 16), (40, 384, 24, 128), (31, 64, 32, 0)),
+    (33, 576, 16, 64),
+]
 
 
 def on_levels(pack: Any, parts: quantizing.Parts, group_size: int, rotation: int) -> Weight:
@@ -116,6 +119,27 @@ def test_two_levels_of_scales_have_the_bits_of_the_definition(
     expected = reference.linear(x, defined)
     for count in (60, 29, 13, 12, 7, 5, 4, 3, 2, 1):  # alone, in a batch and in parts of it
         assert torch.equal(kernels.op("linear")(x[-count:], packed), expected[-count:]), count
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("columns", [576, 96])
+def test_rotated_integers_with_zero_points_have_the_bits_of_the_definition(isa: str, columns: int) -> None:
+    """Of w4a16. Its product is that of the rotated inputs, alone and in a batch."""
+    kernels, block = kernel_set(isa), block_for(columns)
+    weight = normal(600, columns) * normal(600, 1, seed=4)  # more than are rotated at once
+    *found, signal, noise = kernels.op("quantize_weight_as")(weight, "asymmetric", 32, None, block)
+    *parts, defined_signal, defined_noise = quantizing.quantize_weight_as(weight, "asymmetric", 32, None, block)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, parts, strict=True))
+    assert (signal, noise) == pytest.approx((defined_signal, defined_noise), rel=1e-5)
+    q, scale, zero = found
+    bare = kernels.op("pack")(q, "int4")
+    rotated, plain = (bare.scaled(scale, zero, 32, rotation=turned) for turned in (block, 0))
+    x = with_outliers(29, columns)
+    for count in (29, 13, 4, 1):
+        product = kernels.op("linear")(x[-count:], rotated)
+        assert torch.equal(product, kernels.op("linear")(rotate(x[-count:], block), plain)), count
+        assert torch.equal(product, kernels.op("linear")(x, rotated)[-count:]), count
+    torch.testing.assert_close(kernels.op("linear")(x, rotated), x @ rotated.dequantize().t(), rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -21,6 +21,7 @@ Takes minutes and downloads 200 MB; never run in CI.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import subprocess
 import sys
@@ -36,7 +37,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMES = ("w8a16", "w8a8", "fp8", "w4a16", "w4a8", "q8_0", "q4_k", "q4_0", "mxfp4", "nf4")
 CACHES = ("auto", "int8", "fp8")
-BITS = (4, 4.25, 4.5, 5, 5.5, 6, 7, 8)
+BITS = (4, 4.25, 4.5, 5, 5.5, 5.65, 6, 7, 8)
 TOKENS = 384
 # The model's context is 8,192.
 LONG, SCORED = 8100, 1024
@@ -162,14 +163,16 @@ def row(*values: str) -> str:
     return f"| {' | '.join(values)} |"
 
 
-def language_table(model: Path, schemes: Sequence[str | dict[str, object]], keyword: str) -> Iterator[str]:
+def language_table(
+    model: Path, schemes: Sequence[str | dict[str, object]], keyword: str, **options: object
+) -> Iterator[str]:
     headings = ("scheme", "bytes", *texts(), "mean loss", "KL", "same next token")
     yield row(*headings)
     yield row(*("---" for _ in headings))
     before, size = score(model)
     yield row("none", f"{size:,}", *(f"{math.exp(text.loss):.3f}" for text in before), "", "", "")
     for scheme in schemes:
-        after, size = score(model, **{keyword: scheme})
+        after, size = score(model, **{keyword: scheme}, **options)  # type: ignore[arg-type]
         yield row(str(scheme), f"{size:,}", *cells(before, after))
 
 
@@ -193,7 +196,7 @@ def cache_table(model: Path, **which: object) -> Iterator[str]:
         yield row(cache, *cells(before, score(model, kv_cache_dtype=cache, **which)[0]))  # type: ignore[arg-type]
 
 
-def embedding_table(model: Path, schemes: Sequence[str]) -> Iterator[str]:
+def embedding_table(model: Path, schemes: Sequence[str | dict[str, object]], **given: object) -> Iterator[str]:
     from llm import LLM
 
     def vectors(**options: object) -> torch.Tensor:
@@ -207,28 +210,38 @@ def embedding_table(model: Path, schemes: Sequence[str]) -> Iterator[str]:
     others = torch.eye(len(before), dtype=torch.bool)
     nearest = (before @ before.T).masked_fill(others, -2).argmax(1)
     for scheme in schemes:
-        after = vectors(quantization=scheme)
+        after = vectors(quantization=scheme, **given)
         cosine = (before * after).sum(1)
         same = ((after @ after.T).masked_fill(others, -2).argmax(1) == nearest).double().mean()
-        yield row(scheme, f"{float(cosine.mean()):.5f}", f"{float(cosine.min()):.5f}", f"{float(same):.0%}")
+        yield row(str(scheme), f"{float(cosine.mean()):.5f}", f"{float(cosine.min()):.5f}", f"{float(same):.0%}")
+
+
+def asked(text: str) -> str | dict[str, object]:
+    return json.loads(text) if text.startswith("{") else text  # type: ignore[no-any-return]
+
+
+def calibration(text: str) -> str | list[str]:
+    return text if text == "auto" else Path(text).read_text("utf-8").split("\f")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--schemes", nargs="+", type=asked, default=list(SCHEMES), help='names, or {"bits": 5}')
+    parser.add_argument("--calibration", type=calibration, help="auto, or a file of texts separated by form feeds")
     parser.add_argument("--tables", nargs="+", default=["smollm2", "requantize", "kv", "minilm"])
     parser.add_argument("--gguf", nargs="+", type=Path, default=[])
     args = parser.parse_args()
     fetch(args.folder)
+    given = {"calibration": args.calibration}
     tables = {
-        "smollm2": lambda: language_table(write_floats(args.folder), args.schemes, "quantization"),
+        "smollm2": lambda: language_table(write_floats(args.folder), args.schemes, "quantization", **given),
         "bits": lambda: language_table(write_floats(args.folder), [{"bits": bits} for bits in BITS], "quantization"),
         "requantize": lambda: language_table(args.folder / GGUF, args.schemes, "requantize"),
         "gguf": lambda: file_table(args.folder / GGUF, args.gguf),
         "kv": lambda: cache_table(args.folder / GGUF),
         "long": lambda: cache_table(args.folder / GGUF, tokens=LONG, last=SCORED, names=("Scripture",)),
-        "minilm": lambda: embedding_table(args.folder / MINILM, args.schemes),
+        "minilm": lambda: embedding_table(args.folder / MINILM, args.schemes, **given),
     }
     for name in args.tables:
         print(f"\n{name}\n")

@@ -47,6 +47,10 @@ GATES = {
 TEXTS = held_out.texts()
 
 
+def linear_layers(model: torch.nn.Module) -> list[Any]:
+    return [module for module in model.modules() if getattr(module, "quant_kind", "") == "linear"]
+
+
 @pytest.fixture(scope="module")
 def plain() -> Iterator[tuple[TextScores, list[Any], list[list[int]]]]:
     with open_llm() as llm:
@@ -99,6 +103,20 @@ def test_outliers_cost_w4a16_less_with_zero_points(with_outliers: Path) -> None:
             after = score_texts(llm, TEXTS[:2])
         losses[symmetric] = after.perplexity / before.perplexity - 1
     assert losses[False] < 0.03 and losses[False] < 0.9 * losses[True], losses
+
+
+def test_outliers_cost_calibrated_w4a16_less_since_it_is_rotated(with_outliers: Path) -> None:
+    """Without the rotation they cost several times as much: the negative control."""
+    losses, scored = {}, [TEXTS[0][:3000]]
+    with open_llm(with_outliers) as llm:
+        before = score_texts(llm, scored)
+    for rotates in (None, False):
+        asked = {"scheme": "w4a16", "rotate": rotates}
+        with open_llm(with_outliers, quantization=asked, calibration=TEXTS[2:3]) as llm:
+            losses[rotates] = score_texts(llm, scored).perplexity / before.perplexity - 1
+            reasons = [layer.quant_method.reason for layer in linear_layers(engine_of(llm).runner.model)]
+        assert all(("rotated in blocks of 256" in reason) == (rotates is None) for reason in reasons)
+    assert losses[None] < 0.015 and losses[None] < 0.5 * losses[False], losses
 
 
 @pytest.mark.parametrize("scheme", GATES)

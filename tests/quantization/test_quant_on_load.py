@@ -493,9 +493,25 @@ def test_a_model_writes_its_own_texts_for_calibration(
     assert len(written) == 6
     with open_llm(tiny_checkpoint("llama", tmp_path_factory), skip_tokenizer_init=True, **arguments):
         assert written[-1] != written[0] and len(list(kept.parent.iterdir())) == 2
-    for texts in ("auto", ["In the beginning"]):
-        with pytest.raises(ValidationError, match="a model that generates, and this one gives vectors or scores"):
-            LLM(quantization="w4a16", calibration=texts, runner="pooling", convert="embed")
+    with pytest.raises(ValidationError, match="this one gives vectors or scores; pass texts"):
+        LLM(quantization="w4a16", calibration="auto", runner="pooling", convert="embed")
+
+
+def test_models_that_give_vectors_are_calibrated_with_texts() -> None:
+    """A text longer than a window; vectors of other texts come closer to the unquantized ones."""
+    text = (Path(__file__).parents[1] / "fixtures/held_out.txt").read_text("utf-8")
+    others = [text[start : start + 300] for start in range(20000, 24000, 500)]
+
+    def vectors(**options: Any) -> torch.Tensor:
+        with open_llm(runner="pooling", convert="embed", max_model_len=256, **options) as llm:
+            found = [out.outputs.embedding for out in llm.embed(others, use_tqdm=False)]
+        return torch.nn.functional.normalize(torch.tensor(found), dim=1)
+
+    plain = vectors()
+    errors = [
+        1 - (vectors(quantization="w4a16", calibration=texts) * plain).sum(1).mean() for texts in (None, [text[:12000]])
+    ]
+    assert errors[1] < 0.8 * errors[0]
 
 
 def test_default_groups_give_way_to_odd_sizes(tmp_path_factory: pytest.TempPathFactory) -> None:
