@@ -16,7 +16,7 @@ import torch
 from starlette.testclient import TestClient
 
 from llm import LLM, AsyncLLM, BeamSearchParams, SamplingParams
-from llm.errors import ValidationError
+from llm.errors import LLMError, ValidationError
 from llm.tools.serve.app import Endpoint
 
 pytest.importorskip("PIL")
@@ -387,3 +387,19 @@ def test_an_endpoint_reads_pictures_as_data(llm: LLM) -> None:
             response = client.post("/v1/chat/completions", json=sent(image))
             assert response.status_code == 400 and said in response.json()["error"]["message"], image
         assert endpoint.num_running == 0
+
+
+def test_an_adapter_of_the_tower_is_refused(folder: Path, tmp_path: Path) -> None:
+    import json
+
+    from safetensors.torch import save_file
+
+    from llm.inputs import LoRARequest
+
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["qkv"], "task_type": "CAUSAL_LM"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.visual.blocks.0.attn.qkv"
+    pair = {f"{name}.lora_A.weight": torch.ones(2, 16), f"{name}.lora_B.weight": torch.ones(48, 2)}
+    save_file(pair, str(tmp_path / "adapter_model.safetensors"))
+    with LLM(folder, use_tqdm_on_load=False, enable_lora=True) as llm, pytest.raises(LLMError, match="vision tower"):
+        llm.generate("a", SHORT, use_tqdm=False, lora_request=LoRARequest("a", 1, str(tmp_path)))

@@ -28,6 +28,9 @@ from llm.quantization.absorbed import AbsorbedLinearMethod
 
 _MERGE = "merge the adapter with LLM(model, merge_lora=folder)"
 
+# Parts of models that read images, beside the language model.
+_OF_TOWERS = frozenset("visual vision_tower vision_model multi_modal_projector connector embed_vision".split())
+
 
 @dataclass(frozen=True)
 class LayerTarget:
@@ -61,7 +64,16 @@ class Targets:
 
     def computed(self, folder: AdapterFolder) -> list[Pair]:
         """The pairs of layers that are computed: not of what the model leaves out, such as an encoder's unused head."""
-        return [pair for pair in by_expert(folder, self._map) if not self._map.ignores(f"{pair.name}.weight")]
+        found = []
+        for pair in by_expert(folder, self._map):
+            if not self._map.ignores(f"{pair.name}.weight"):
+                found.append(pair)
+            elif not _OF_TOWERS.isdisjoint(pair.name.split(".")):
+                raise CheckpointError(
+                    f"the adapter in {folder.folder} changes {quote(pair.name)}, of the vision tower; adapters change "
+                    "the language model alone; leave these layers out when it is trained."
+                )
+        return found
 
     def find(self, folder: AdapterFolder, pair: Pair) -> LayerTarget:
         """The target of a pair whose shapes are checked; raises `CheckpointError` if there is none."""
