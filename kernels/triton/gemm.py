@@ -385,14 +385,16 @@ def tile_of(target: Target, m: int, n: int, form: Form, dtype: torch.dtype) -> d
     most = 64 if target.is_rdna else 128
     rows = min(max(target.least_rows, power_of_two(m)), most)
     outputs = 64
+    # What is unpacked takes registers beside those of the sums, where a matrix instruction does not read shared memory.
+    unpacks, has_room = form.KIND != "float" and not form.INT8_X, target.shared > 200 * KIB
     if dtype == torch.float32 and not form.INT8_X:  # no tensor core: every thread has its operands in registers
         rows, outputs = min(rows, 32), 32
-    elif (form.VALUES or form.IN_GROUPS) and not form.BLOCK_GROUPS:
+    elif (form.VALUES and not (form.BLOCK_GROUPS and has_room)) or form.IN_GROUPS:
         rows = min(rows, most // 2)
-    elif form.BLOCK_GROUPS and not form.INT8_X and not target.is_small:
-        is_many = rows == 128 and form.SEGMENTS == 1 and target.shared > 200 * KIB
+    elif form.BLOCK_GROUPS and unpacks:
+        is_many = rows == 128 and form.SEGMENTS == 1
         outputs = 256 if is_many else 128 if rows == 128 or n >= 64 * _FEW_TILES else 64
-    elif rows == 128 and not target.is_small:
+    elif rows == 128 and not target.is_small and (has_room or not unpacks):
         outputs = 128
     elif form.KIND == "float" and -(-n // outputs) * form.SEGMENTS < _FEW_TILES:
         outputs = 32  # a program on each multiprocessor
