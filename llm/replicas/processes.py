@@ -35,6 +35,7 @@ class Replicas:
         self.kept: deque[tuple[int, Message | WorkerDiedError]] = deque()
         self._asked = self._watched_from = 0.0
         self._questions = 0
+        self._sent: dict[int, float] = {}
 
     def start(self, cores: Sequence[int] | None, environment: dict[str, str]) -> WorkerProcess:
         """Start one more; it waits for what it is to load."""
@@ -47,6 +48,7 @@ class Replicas:
 
     def send(self, number: int, kind: str, body: object = None) -> None:
         """Send to one that may have died: that is told by its end in the inbox, like everything from it."""
+        self._sent[number] = monotonic()
         try:
             self.alive[number].send(kind, body)
         except WorkerDiedError:
@@ -144,7 +146,8 @@ class Replicas:
         self._asked = now
         for number in busy:
             try:
-                self.alive[number].check_heard(self._watched_from)
+                # One that had nothing to do was silent, and rightly.
+                self.alive[number].check_heard(max(self._watched_from, self._sent.get(number, 0.0)))
             except WorkerDiedError as error:
                 return number, self._lose(number, error)
         return None
