@@ -227,7 +227,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
                 self._scheme = SCHEMES["W4A8_DYNAMIC"]
                 self.scheme = self._scheme.name
                 self.reason = f"{self.reason}, held as codes of 4 bits on two levels of scales"
-                self.told = "held in 4 bits, as they fit"
+                self.summary = "held in 4 bits, as they fit"
                 return found
         return weight
 

@@ -104,11 +104,24 @@ def load_dummy_weights(model: nn.Module, seed: int, *, pack_early: bool = False)
     for name, parameter in parameters.items():
         leaf = name.rpartition(".")[2]
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        _fill_dummy(parameter, leaf, torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little")))
+        generator = _generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+        is_elsewhere = not parameter.is_meta and parameter.device.type != generator.device.type
+        filled = torch.empty_like(parameter, device=generator.device) if is_elsewhere else parameter
+        _fill_dummy(filled, leaf, generator)
+        if is_elsewhere:
+            parameter.data.copy_(filled)
         parameter.elements_loaded = sizes[name]  # type: ignore[attr-defined]
         if pack_early:
             early.filled(name, sizes)
     process_weights(model, early.packed)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The device's; the host's where the device has none."""
+    try:
+        return torch.Generator(device)
+    except RuntimeError:
+        return torch.Generator()
 
 
 def _is_made(name: str, parameter: nn.Parameter) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -29,11 +29,18 @@ ComputeLogits = Callable[[torch.Tensor, np.ndarray], torch.Tensor]
 
 
 class ModelInside:
-    """The sites of a model."""
+    """The sites of a model, found when somebody asks for them."""
 
     def __init__(self, model: nn.Module, vocab_size: int, cache_dtype: torch.dtype) -> None:
-        self._hooks: Mapping[str, Hook] = find_hooks(model, cache_dtype)
-        self._final = final_sites(model, vocab_size)
+        self._model, self._vocab_size, self._cache_dtype = model, vocab_size, cache_dtype
+
+    @cached_property
+    def _hooks(self) -> Mapping[str, Hook]:
+        return find_hooks(self._model, self._cache_dtype)
+
+    @cached_property
+    def _final(self) -> list[Site]:
+        return list(final_sites(self._model, self._vocab_size))
 
     def sites(self) -> dict[str, Site]:
         """In the order of computing."""

@@ -218,13 +218,9 @@ class Float8Storage(WeightStorage):
         return IntegerWeight(self.take(layer, "weight"), scale.float(), self.group_size, 8)
 
     def _check_blocks(self, layer: nn.Module) -> None:
-        """Refuse layers whose rows or columns a block does not follow."""
+        """Refuse layers whose rows a block does not follow."""
         if self.block is None:
             return
-        if self._columns < self._stored_columns and self._columns % self.group_size:
-            raise UnsupportedModelError(
-                f"a rank has {self._columns} columns, which end within a block of {self.group_size}; use fewer ranks."
-            )
         if self.block[0] > 1 and getattr(layer, "stored_by_key_head", False):
             raise UnsupportedModelError("scales of blocks do not follow rows that are stored by key head.")
 

@@ -239,9 +239,7 @@ def test_an_unknown_field_is_named(kind: Any, argument: str, names: list[str]) -
     assert complaints(caught.value, f"{kind.__name__} has no argument {argument!r}", *names) == []
 
 
-@pytest.mark.parametrize(
-    "name, said", [("sleep", "LLM.close()"), ("generat", "'generate'"), ("xyzzy_of_others", "'xyzzy_of_others'")]
-)
+@pytest.mark.parametrize("name, said", [("generat", "'generate'"), ("xyzzy_of_others", "'xyzzy_of_others'")])
 def test_what_an_llm_does_not_have_is_told_in_a_sentence(llm: LLM, name: str, said: str) -> None:
     with pytest.raises(AttributeError) as caught:
         getattr(llm, name)
@@ -313,7 +311,7 @@ def test_text_needs_a_tokenizer() -> None:
         ("verbose", "x", ["x"]),
         ("compilation_config", 4, ["4", "VLLM_COMPILE"]),
         ("logits_processors", ["x"], ["x"]),
-        ("tensor_parallel_size", 2, ["2"]),
+        ("pipeline_parallel_size", 2, ["2"]),
         ("model", None, ["None"]),
         ("model", 3, ["3"]),
         ("model", "", [""]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def idle_afterwards(llm: LLM) -> Iterator[None]:
 
 def restart(llm: LLM) -> None:
     """The next call derives its seeds as the first one."""
-    llm._preprocessor._calls = 0
+    llm._preprocessor._call_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")

@@ -113,8 +113,8 @@ def test_a_record_has_every_argument_and_no_other() -> None:
     assert set(vars(EngineArgs())) == set(ARGUMENTS)
     with pytest.raises(TypeError, match=r"EngineArgs has no argument 'max_model_length'\. Did you mean"):
         EngineArgs(max_model_length=3)
-    with pytest.raises(ValidationError, match=r"^tensor_parallel_size=2 is refused: "):
-        LLM.from_engine_args(EngineArgs(tensor_parallel_size=2))
+    with pytest.raises(ValidationError, match=r"^pipeline_parallel_size=2 is refused: "):
+        LLM.from_engine_args(EngineArgs(pipeline_parallel_size=2))
 
 
 def test_the_command_line_of_vllms_examples() -> None:

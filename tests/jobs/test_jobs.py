@@ -95,7 +95,7 @@ def test_the_rows_of_a_file_are_answered_in_their_order(llm: LLM, source: Path) 
     assert summary.num_generated_tokens == 9 * COUNT
     rows = read(summary.output)
     assert [row["row"] for row in rows] == list(range(COUNT))
-    llm._preprocessor._calls = 0  # the seeds of a job do not depend on the calls before it
+    llm._preprocessor._call_numbers = itertools.count()  # the seeds of a job do not depend on the calls before it
     outputs = llm.generate([row["prompt"] for row in rows], PARAMS, use_tqdm=False)
     assert [row["generated_text"] for row in rows] == [output.outputs[0].text for output in outputs]
     assert rows[0].keys() == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ def llm() -> Iterator[LLM]:
 
 def call(llm: LLM, path: Path | None, prompts: Any = PROMPTS, params: Any = PARAMS, **options: Any) -> RequestOutputs:
     if path is None:
-        llm._preprocessor._calls = 0
+        llm._preprocessor._call_numbers = itertools.count()
     outputs = llm.generate(prompts, params, use_tqdm=False, checkpoint=path, **options)
     assert_idle(llm)
     return outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -185,7 +186,7 @@ def test_a_row_that_a_logits_processor_cannot_take_has_the_error(tmp_path: Path)
         summary = llm.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", params, use_tqdm=told.append)
         found = [json.loads(line) for line in summary.output.read_text().splitlines()]
         assert_idle(llm)
-        llm._preprocessor._calls = 0
+        llm._preprocessor._call_numbers = itertools.count()
         outputs = llm.generate([row["prompt"] for row in rows], params, use_tqdm=False)
     assert {index for index, row in enumerate(found) if row["error"] is not None} == set(bad)
     assert (

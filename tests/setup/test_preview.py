@@ -200,7 +200,7 @@ FREE = {"free_bytes": 0}
 
 
 def test_wrong_arguments_are_refused_as_they_are_by_the_class() -> None:
-    for arguments in ({"max_model_length": 5}, {"quantization": "w3"}, {"tensor_parallel_size": 2}):
+    for arguments in ({"max_model_length": 5}, {"quantization": "w3"}, {"pipeline_parallel_size": 2}):
         with pytest.raises(ValidationError) as planned:
             LLM.plan(**arguments)  # type: ignore[arg-type]
         with pytest.raises(ValidationError) as loaded:
