@@ -60,8 +60,10 @@ def bases(folder: Path) -> list[Path]:
     quantized = {folder / f"{scheme}-{format}": (scheme, format) for scheme, format in QUANTIZED}
     if not plain.exists():
         for path, (scheme, format) in quantized.items():
-            old = format == "modelslim"  # it has no form for rotations and zero points
-            with LLM(quantization={"scheme": scheme, "rotate": not old, "symmetric": old}, num_threads=1) as llm:
+            is_symmetric = format == "modelslim"  # it has no form for zero points, nor for rotations, as GPTQ
+            rotates = format not in ("modelslim", "gptq")
+            asked = {"scheme": scheme, "rotate": rotates, "symmetric": is_symmetric}
+            with LLM(quantization=asked, num_threads=1) as llm:
                 llm.save_quantized(path, format)
         write_shards(EMBEDDED_MODEL, shards)
         write_blocks(EMBEDDED_MODEL, gguf)
