@@ -391,21 +391,23 @@ from llm.kernels.triton.check import cases, disagreement
 for name, case, dtype in tasks:
     found = disagreement(name, kernel(name), torch.device(device), getattr(torch, dtype), cases(name)[case])
     print(json.dumps(found), flush=True)
-    if "Error: CUDA" in found:
+    if found:
         break
 """
 
 
 def found_apart(tasks: Sequence[Task], device: torch.device) -> dict[Task, str]:
-    """What `disagreement` says of kernels, computed in a process of its own: one that reads what it must not ends its
-    process's use of the device, and the others go on in another."""
+    """What `disagreement` says of kernels, computed in a process of its own, which ends at the first that differs: one
+    that reads what it must not ends its process's use of the device. The others go on in another."""
     found: dict[Task, str] = {}
     while rest := tasks[len(found) :]:
         plain = [(task.name, task.case, str(task.dtype).removeprefix("torch.")) for task in rest]
         argument = json.dumps([[entry or os.getcwd() for entry in sys.path], str(device), plain])
         done = subprocess.run([sys.executable, "-c", _CHILD, argument], capture_output=True, text=True, check=False)
-        found |= zip(rest, map(json.loads, done.stdout.splitlines()), strict=False)
-        if done.returncode:
+        answers = [json.loads(line) for line in done.stdout.splitlines()]
+        found |= zip(rest, answers, strict=False)
+        # What ends badly after a difference, or after all of them, says nothing of the next.
+        if done.returncode and len(answers) < len(rest) and not any(answers):
             said = done.stderr.strip().splitlines()
             found[tasks[len(found)]] = f"its process ended with {done.returncode}: {said[-1] if said else ''}"
     return found

@@ -184,19 +184,14 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
                     b = nibbles(packed, BN, BK)
             if levels is not None:
                 b = _level(b, levels, rn, k // group_size, N, groups, BLOCK_GROUPS)
-                if HALVES:
-                    b_odd = _level(b_odd, levels, rn, k // group_size, N, groups, BLOCK_GROUPS)
             if KIND == "float8":
                 b = from_float8(b)
             if BLOCK_GROUPS > 0 and levels is None:
-                at = k // group_size
-                b = _of_groups(b, rn, at, N, groups, scale, zero, minimum, BLOCK_GROUPS, LEAST_CODE)
-                if HALVES:
-                    b_odd = _of_groups(b_odd, rn, at, N, groups, scale, zero, minimum, BLOCK_GROUPS, LEAST_CODE)
+                b = _of_groups(b, rn, k // group_size, N, groups, scale, zero, minimum, BLOCK_GROUPS, LEAST_CODE)
             elif VALUES:
                 if HALVES:
                     b = _values(b, rn, half * 2, N, K, groups, group_size, scale, zero, minimum, table, LEAST_CODE)
-                    b_odd = _values(b_odd, rn, half * 2, N, K, groups, group_size, scale, zero, minimum, table,
+                    b_odd = _values(b_odd, rn, half * 2 + 1, N, K, groups, group_size, scale, zero, minimum, table,
                                     LEAST_CODE)  # fmt: skip
                 else:
                     b = _values(b, rn, rk, N, K, groups, group_size, scale, zero, minimum, table, LEAST_CODE)

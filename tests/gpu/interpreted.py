@@ -119,6 +119,17 @@ def test_a_kernel_is_compared_in_a_process_of_its_own() -> None:
     assert list(found.values()) == ["", ""], "the others are compared in another process"
 
 
+def test_a_process_that_ends_badly_after_its_answers_says_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = check.tasks_of(["argmax"], [torch.float32, torch.bfloat16])
+    monkeypatch.setattr(check, "_CHILD", check._CHILD + "\nimport os\nos._exit(3)\n")
+    assert check.found_apart(tasks, CPU) == dict.fromkeys(tasks, "")
+    differs = "found = disagreement("
+    monkeypatch.setattr(
+        check, "_CHILD", check._CHILD.replace(differs, "found = dtype if 'b' in dtype else disagreement(")
+    )
+    assert check.found_apart([*reversed(tasks)], CPU) == {tasks[1]: "bfloat16", tasks[0]: ""}
+
+
 def test_decode_steps_are_padded_to_few_sizes() -> None:
     backend = TritonBackend({}, "a test asked for it")
     sizes = {rows: backend.step_sizes(rows * 2, rows, 2) for rows in (1, 3, 9, 70, 256, 257)}
