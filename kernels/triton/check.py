@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -402,7 +401,7 @@ def found_apart(tasks: Sequence[Task], device: torch.device) -> dict[Task, str]:
     found: dict[Task, str] = {}
     while rest := tasks[len(found) :]:
         plain = [(task.name, task.case, str(task.dtype).removeprefix("torch.")) for task in rest]
-        argument = json.dumps([[entry or os.getcwd() for entry in sys.path], str(device), plain])
+        argument = json.dumps([system.search_path(), str(device), plain])
         done = subprocess.run([sys.executable, "-c", _CHILD, argument], capture_output=True, text=True, check=False)
         answers = [json.loads(line) for line in done.stdout.splitlines()]
         found |= zip(rest, answers, strict=False)

@@ -36,6 +36,11 @@ def cores() -> set[int]:
     return set(range(os.cpu_count() or 1)) if affinity is None else affinity(0)
 
 
+def search_path() -> list[str]:
+    """`sys.path` for another process, whose working folder may be another."""
+    return [entry or os.getcwd() for entry in sys.path]
+
+
 def lock(descriptor: int, wait: bool = False) -> None:
     """Hold an open file's lock against other processes; the system releases it when the file is closed.
 

@@ -25,6 +25,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import IO
 
+from llm.base import system
 from llm.base.locks import tell_of_forks
 from llm.config import env
 from llm.errors import LLMError, WorkerDiedError
@@ -82,7 +83,7 @@ class WorkerProcess:
                         "role": role,
                         "number": number,
                         "cores": None if cores is None else sorted(cores),
-                        "path": [entry or os.getcwd() for entry in sys.path],
+                        "path": system.search_path(),
                     }
                 ),
             ]
