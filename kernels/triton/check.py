@@ -183,12 +183,20 @@ def _latent_writes() -> Iterator[Case]:
 
 
 def _experts() -> Iterator[Case]:
-    for kind in (torch.float32, torch.bfloat16):
-        pairs = [(torch.randn(48, 32).to(kind), torch.randn(32, 24).to(kind)) for _ in range(4)]
-        both = [tuple(map(linear_definition.pack, pair)) for pair in pairs]
-        together = ExpertWeights(tuple(pair[0] for pair in both), tuple(pair[1] for pair in both))
-        ids = torch.stack([torch.randperm(4)[:2] for _ in range(7)])
-        yield Case(str(kind), (torch.randn(7, 32), ids, torch.rand(7, 2), together), rows=(0, 1, 2))
+    """Five experts: all tokens go to expert 2 and to one of 0, 1 and 3."""
+    gate_up, down = ([dict(weights(n, k)) for _ in range(5)] for n, k in ((64, 64), (64, 32)))
+    several = ("float32", "w8a8", "fp8", "bfloat16", "w4a16")
+    for kind in ("float32", "bfloat16", "fp8", "w4a16 with zeros", "w8a8", "w4a8 in two levels", "of several kinds"):
+        kinds = several if kind == "of several kinds" else (kind,) * 5
+        pairs = [(gate_up[e][own], down[e][own]) for e, own in enumerate(kinds)]
+        others = torch.tensor([0, 1, 3])[torch.randint(0, 3, (19,))]
+        ids = torch.stack((torch.full((19,), 2), others), dim=1)
+        together = ExpertWeights(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
+        yield Case(kind, (torch.randn(19, 64), ids, torch.rand(19, 2), together), rows=(0, 1, 2))
+    up = [linear_definition.pack(torch.randn(24, 64)) for _ in range(3)]
+    ungated = ExpertWeights(tuple(up), tuple(linear_definition.pack(torch.randn(64, 24)) for _ in range(3)))
+    args = (torch.randn(4, 64), torch.tensor([[0], [2], [1], [2]]), torch.rand(4, 1), ungated, "relu2_no_mul")
+    yield Case("without a gate", args, rows=(0, 1, 2))
 
 
 def _lora(is_lookup: bool) -> Iterator[Case]:

@@ -9,6 +9,7 @@ rows a program takes one segment, and `merge_segments` adds them; with many it t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -119,13 +120,14 @@ def _of_groups(codes, rn, first, N, groups, scale, zero, minimum, COUNT: tl.cons
 
 
 @triton.jit
-def _finish(sums, xs, scale, bias, rm, rn, M, N, WHOLE: tl.constexpr, STATIC: tl.constexpr):
-    """Sums [BM, BN] as outputs in float32: WHOLE, a scale for each row of the weight; then the bias."""
+def _finish(sums, xs, scale, bias, rx, is_row, rn, N, WHOLE: tl.constexpr, STATIC: tl.constexpr):
+    """Sums [BM, BN] of the rows rx of x as outputs in float32: WHOLE, a scale for each row of the weight; then the
+    bias."""
     value = sums.to(tl.float32)
     if WHOLE:
         factor = tl.load(scale + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
         if xs is not None:
-            row = tl.load(xs + rm, mask=rm < M, other=0.0)[:, None]
+            row = tl.load(xs + rx, mask=is_row, other=0.0)[:, None]
             value = value * (row * factor) if STATIC else (value * row) * factor
         else:
             value = value * factor
@@ -134,13 +136,14 @@ def _finish(sums, xs, scale, bias, rm, rn, M, N, WHOLE: tl.constexpr, STATIC: tl
     return value
 
 
-@triton.jit(do_not_specialize=["M"])
-def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride_x, stride_w, groups, group_size,
-         input_offset, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr, VALUES: tl.constexpr,
-         BLOCK_GROUPS: tl.constexpr, WHOLE: tl.constexpr, STATIC: tl.constexpr, OFFSET: tl.constexpr,
-         LEAST_CODE: tl.constexpr, HALVES: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
-         SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """y[M, N] = x[M, K] W[N, K]^T + bias.
+@triton.jit
+def _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rx, rm, is_row, rn, M, N, K, stride_x, stride_w,
+          groups, group_size, input_offset, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr,
+          VALUES: tl.constexpr, BLOCK_GROUPS: tl.constexpr, WHOLE: tl.constexpr, STATIC: tl.constexpr,
+          OFFSET: tl.constexpr, LEAST_CODE: tl.constexpr, HALVES: tl.constexpr, SEGMENTS: tl.constexpr,
+          SEGMENT: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+          BK: tl.constexpr):  # fmt: skip
+    """Outputs rn of the rows rx [BM] of x, where `is_row`, to the rows rm of y: y = x W^T + bias.
 
     IN_GROUPS: the sum of each block of K is scaled by itself. VALUES: codes become values before the product, each with
     parameters of its own, or BLOCK_GROUPS whole groups of a block with theirs. WHOLE: the whole sum is scaled. SPLIT:
@@ -148,15 +151,7 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
     has all even columns, then the odd ones, as the low and the high nibbles of int4 are: each half has a product of its
     own, and no nibble has to move. xs: scales of rows, of int8 activations.
     """
-    tiles_n = tl.cdiv(N, BN)
-    # Eight tiles of rows share the tiles of the weight that the cache has.
-    per_band = 8 * tiles_n
-    band = tl.program_id(0) // per_band
-    rows_of_band = tl.minimum(tl.cdiv(M, BM) - band * 8, 8)
-    place = tl.program_id(0) % per_band
-    rm = (band * 8 + place % rows_of_band) * BM + tl.arange(0, BM)
-    rn = (place // rows_of_band) * BN + tl.arange(0, BN)
-    x_rows = x + rm.to(tl.int64)[:, None] * stride_x
+    x_rows = x + rx.to(tl.int64)[:, None] * stride_x
     w_rows = w + rn.to(tl.int64)[:, None] * stride_w
     lanes = tl.arange(0, BK)
     total = tl.zeros((BM, BN), tl.int32 if INT8_X and not IN_GROUPS else tl.float32)
@@ -173,13 +168,13 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
             else:
                 b = tl.load(w_rows + rk[None, :], mask=(rn < N)[:, None] & (rk < K)[None, :], other=0)
             if HALVES:
-                inside = (rm < M)[:, None] & (half < K // 2)[None, :]
+                inside = is_row[:, None] & (half < K // 2)[None, :]
                 a = tl.load(x_rows + half[None, :], mask=inside, other=0)
                 a_odd = tl.load(x_rows + (K // 2 + half)[None, :], mask=inside, other=0)
                 b = (packed << 4) >> 4
                 b_odd = packed >> 4
             else:
-                a = tl.load(x_rows + rk[None, :], mask=(rm < M)[:, None] & (rk < K)[None, :], other=0)
+                a = tl.load(x_rows + rk[None, :], mask=is_row[:, None] & (rk < K)[None, :], other=0)
                 if KIND == "int4":
                     b = nibbles(packed, BN, BK)
             if levels is not None:
@@ -207,7 +202,7 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
                     if HALVES:
                         part = dot_int8(a_odd, tl.trans(b_odd), part)
                     part = part.to(tl.float32)
-                    row = tl.load(xs + rm.to(tl.int64) * groups + k // group_size, mask=rm < M, other=0.0)
+                    row = tl.load(xs + rx.to(tl.int64) * groups + k // group_size, mask=is_row, other=0.0)
                     sums = tl.fma(part * row[:, None], tl.broadcast_to(factor[None, :], (BM, BN)), sums)
                     if zero is not None or minimum is not None:
                         if minimum is not None:
@@ -241,14 +236,85 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
         total = total + sums if SEGMENTS > 1 and not SPLIT else sums
     if OFFSET:
         total = total - input_offset * columns[None, :]
-    inside = (rm < M)[:, None] & (rn < N)[None, :]
+    inside = is_row[:, None] & (rn < N)[None, :]
     if SPLIT:
         at = (tl.program_id(1).to(tl.int64) * M + rm[:, None]) * N + rn[None, :]
         tl.store(y + at, total, mask=inside)
     else:
-        value = _finish(total, xs, scale, bias, rm, rn, M, N, WHOLE, STATIC)
+        value = _finish(total, xs, scale, bias, rx, is_row, rn, N, WHOLE, STATIC)
         at = rm.to(tl.int64)[:, None] * N + rn[None, :]
         tl.store(y + at, rounded(value, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride_x, stride_w, groups, group_size,
+         input_offset, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr, VALUES: tl.constexpr,
+         BLOCK_GROUPS: tl.constexpr, WHOLE: tl.constexpr, STATIC: tl.constexpr, OFFSET: tl.constexpr,
+         LEAST_CODE: tl.constexpr, HALVES: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
+         SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """y[M, N] = x[M, K] W[N, K]^T + bias."""
+    tiles_n = tl.cdiv(N, BN)
+    # Eight tiles of rows share the tiles of the weight that the cache has.
+    per_band = 8 * tiles_n
+    band = tl.program_id(0) // per_band
+    rows_of_band = tl.minimum(tl.cdiv(M, BM) - band * 8, 8)
+    place = tl.program_id(0) % per_band
+    rm = (band * 8 + place % rows_of_band) * BM + tl.arange(0, BM)
+    rn = (place // rows_of_band) * BN + tl.arange(0, BN)
+    _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rm, rm, rm < M, rn, M, N, K, stride_x, stride_w,
+          groups, group_size, input_offset, KIND, INT8_X, IN_GROUPS, VALUES, BLOCK_GROUPS, WHOLE, STATIC, OFFSET,
+          LEAST_CODE, HALVES, SEGMENTS, SEGMENT, SPLIT, BM, BN, BK)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["E"])
+def experts_gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, offsets, starts, order, E, N, K, stride_x,
+                 stride_w, groups, group_size, input_offset, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+                 ALIGNED: tl.constexpr, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr,
+                 VALUES: tl.constexpr, BLOCK_GROUPS: tl.constexpr, WHOLE: tl.constexpr, STATIC: tl.constexpr,
+                 OFFSET: tl.constexpr, LEAST_CODE: tl.constexpr, HALVES: tl.constexpr, SEGMENTS: tl.constexpr,
+                 SEGMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """The products of all experts. Places are sorted by expert, those of expert e are starts[e] to starts[e + 1] - 1;
+    order[place] is a slot of a token, token * SLOTS + slot. SLOTS > 0: x has a row for each token, y for each place.
+    0: x has a row for each place, y for each slot of a token.
+
+    w, scale ... are of expert 0, offsets [7, E] says how many elements further on those of expert e are. EXPERTS: a
+    power of two, at least E. ALIGNED: 16 divides the offsets of w.
+    """
+    tiles_n = tl.cdiv(N, BN)
+    tile = tl.program_id(0) // tiles_n
+    re = tl.arange(0, EXPERTS)
+    begins = tl.load(starts + re, mask=re < E, other=0)
+    counts = tl.load(starts + re + 1, mask=re < E, other=0) - begins
+    tiles = (counts + BM - 1) // BM
+    ends = tl.cumsum(tiles, 0)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    if expert >= E:
+        return
+    own = re == expert
+    within = tile - tl.sum(tl.where(own, ends - tiles, 0), 0)
+    place = tl.sum(tl.where(own, begins, 0), 0) + within * BM + tl.arange(0, BM)
+    is_row = within * BM + tl.arange(0, BM) < tl.sum(tl.where(own, counts, 0), 0)
+    slot = tl.load(order + place, mask=is_row, other=0)
+    at = tl.load(offsets + expert)
+    w += tl.multiple_of(at, 16) if ALIGNED else at
+    if scale is not None:
+        scale += tl.load(offsets + E + expert)
+    if zero is not None:
+        zero += tl.load(offsets + 2 * E + expert)
+    if minimum is not None:
+        minimum += tl.load(offsets + 3 * E + expert)
+    if table is not None:
+        table += tl.load(offsets + 4 * E + expert)
+    if levels is not None:
+        levels += tl.load(offsets + 5 * E + expert)
+    if bias is not None:
+        bias += tl.load(offsets + 6 * E + expert)
+    rn = (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)
+    rx = slot // SLOTS if SLOTS else place
+    rm = place if SLOTS else slot
+    _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rx, rm, is_row, rn, 0, N, K, stride_x, stride_w,
+          groups, group_size, input_offset, KIND, INT8_X, IN_GROUPS, VALUES, BLOCK_GROUPS, WHOLE, STATIC, OFFSET,
+          LEAST_CODE, HALVES, SEGMENTS, SEGMENT, False, BM, BN, BK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -262,7 +328,7 @@ def merge_segments(parts, xs, scale, bias, y, M, N, WHOLE: tl.constexpr, STATIC:
     total = tl.zeros((1, BN), parts.dtype.element_ty)
     for segment in range(SEGMENTS):
         total += tl.load(parts + (segment * M).to(tl.int64) * N + at, mask=inside, other=0)
-    value = _finish(total, xs, scale, bias, rm, rn, M, N, WHOLE, STATIC)
+    value = _finish(total, xs, scale, bias, rm, rm < M, rn, N, WHOLE, STATIC)
     tl.store(y + at, rounded(value, y.dtype.element_ty), mask=inside)
 
 
@@ -431,29 +497,33 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     form = form_of(weight, x.dtype) if x.dim() and x.shape[-1] == weight.k and weight.n and weight.k else None
     if form is None:
         return definition.linear(x, weight)
-    rows = x.reshape(-1, weight.k)
-    if weight.activations == "bfloat16":
-        rows = rows.bfloat16().to(x.dtype)
-    if weight.columns is not None:
-        rows = rows[:, weight.columns.long()]
-    if weight.rotation:
-        rows = rotate(rows, weight.rotation).to(x.dtype)
-    scales = None
-    if form.INT8_X:
-        size = weight.group_size if form.IN_GROUPS else weight.k
-        rows, scales = quantize(rows, size, weight.input_scale, weight.input_offset, form.HALVES)
-    elif form.HALVES:
-        rows = rows.reshape(len(rows), -1, 2).transpose(1, 2).reshape(len(rows), -1)
+    rows, scales = _inputs(x.reshape(-1, weight.k), weight, form)
     out = torch.empty(len(rows), weight.n, dtype=x.dtype, device=x.device)
     if len(rows):
         multiply(rows, scales, weight, form, out)
     return out.view(*x.shape[:-1], weight.n)
 
 
+def _inputs(rows: torch.Tensor, weight: Weight, form: Form) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Activations [M, K] as they are multiplied, and the scales of their rows if those are integers."""
+    dtype = rows.dtype
+    if weight.activations == "bfloat16":
+        rows = rows.bfloat16().to(dtype)
+    if weight.columns is not None:
+        rows = rows[:, weight.columns.long()]
+    if weight.rotation:
+        rows = rotate(rows, weight.rotation).to(dtype)
+    if form.INT8_X:
+        size = weight.group_size if form.IN_GROUPS else weight.k
+        return quantize(rows, size, weight.input_scale, weight.input_offset, form.HALVES)
+    if form.HALVES:
+        rows = rows.reshape(len(rows), -1, 2).transpose(1, 2).reshape(len(rows), -1)
+    return (rows if rows.stride(-1) == 1 else rows.contiguous()), None
+
+
 def multiply(x: torch.Tensor, xs: torch.Tensor | None, weight: Weight, form: Form, out: torch.Tensor) -> None:
     """Rows x [M, K], as they are multiplied, times the weight -> out [M, N]."""
     m, n = len(x), weight.n
-    x = x if x.stride(-1) == 1 else x.contiguous()
     split = form.SEGMENTS > 1 and m < _MANY_ROWS
     is_whole_sum = form.INT8_X and not form.IN_GROUPS
     if is_whole_sum and not split:  # exact in any order
@@ -464,17 +534,78 @@ def multiply(x: torch.Tensor, xs: torch.Tensor | None, weight: Weight, form: For
     if split:
         dtype = torch.int32 if is_whole_sum else torch.float32
         parts = torch.empty(form.SEGMENTS, m, n, dtype=dtype, device=x.device)
-    data = weight.data.view(torch.int8) if weight.kind in ("float8", "int4") else weight.data
     launch(
-        gemm, (tiles, form.SEGMENTS if split else 1), x, xs, data, weight.scale, weight.zero, weight.minimum,
-        weight.table, weight.levels, weight.bias, parts, m, n, weight.k, x.stride(0), data.stride(0),
-        weight.groups, weight.group_size, weight.input_offset, **form._asdict(), SPLIT=split, **tile, device=x.device,
+        gemm, (tiles, form.SEGMENTS if split else 1), x, xs, *_parts(weight), parts, m, n, weight.k, x.stride(0),
+        weight.data.stride(0), weight.groups, weight.group_size, weight.input_offset, **form._asdict(), SPLIT=split,
+        **tile, device=x.device,
     )  # fmt: skip
     if split:
         launch(
             merge_segments, (m, -(-n // 256)), parts, xs, weight.scale, weight.bias, out, m, n, WHOLE=form.WHOLE,
             STATIC=form.STATIC, SEGMENTS=form.SEGMENTS, BN=256, device=x.device, num_warps=4,
         )  # fmt: skip
+
+
+def _parts(weight: Weight) -> tuple[torch.Tensor | None, ...]:
+    """What the kernels read of a weight, in the order of their arguments."""
+    data = weight.data.view(torch.int8) if weight.kind in ("float8", "int4") else weight.data
+    return data, weight.scale, weight.zero, weight.minimum, weight.table, weight.levels, weight.bias
+
+
+class Together(NamedTuple):
+    """Weights of experts that one launch multiplies with.
+
+    Attributes:
+        first: of expert 0.
+        offsets: int64 [7, E], from each part of `first` to the same part of expert e, in elements.
+        is_aligned: 16 divides those of the data.
+    """
+
+    first: Weight
+    offsets: torch.Tensor
+    is_aligned: bool
+
+
+def together(weights: Sequence[Weight]) -> Together | None:
+    """None: they are not of one form, or not on one device."""
+    first = weights[0]
+
+    def form(weight: Weight) -> tuple[Any, ...]:
+        parts = [part if part is None else (part.dtype, part.device, part.stride()) for part in _parts(weight)]
+        own = (weight.activations, weight.input_scale, weight.input_offset, weight.rotation)
+        return weight.kind, weight.n, weight.k, weight.group_size, *own, *parts
+
+    if any(weight.columns is not None or form(weight) != form(first) for weight in weights):
+        return None
+    rows = []
+    for each in zip(*map(_parts, weights), strict=True):
+        addresses = [0 if part is None else part.data_ptr() for part in each]
+        size = 1 if each[0] is None else each[0].itemsize
+        if any((address - addresses[0]) % size for address in addresses):
+            return None
+        rows.append([(address - addresses[0]) // size for address in addresses])
+    return Together(first, torch.tensor(rows, device=first.data.device), all(at % 16 == 0 for at in rows[0]))
+
+
+def multiply_experts(
+    x: torch.Tensor, weights: Together, form: Form, starts: torch.Tensor, order: torch.Tensor, slots: int
+) -> torch.Tensor:
+    """Rows x times the weights of their experts -> [places, N]; see `experts_gemm`. No number is read on the host."""
+    weight, experts, places = weights.first, weights.offsets.shape[1], len(order)
+    rows, scales = _inputs(x, weight, form)
+    out = torch.empty(places, weight.n, dtype=x.dtype, device=x.device)
+    if form.INT8_X and not form.IN_GROUPS:  # exact in any order
+        form = form._replace(SEGMENTS=1, SEGMENT=-(-weight.k // form.BK) * form.BK)
+    busy = max(1, min(experts, places))
+    tile = tile_of(target_of(x.device), -(-places // busy), weight.n, form, x.dtype)
+    tiles = (places // tile["BM"] + busy) * -(-weight.n // tile["BN"])
+    launch(
+        experts_gemm, (tiles,), rows, scales, *_parts(weight), out, weights.offsets, starts, order, experts, weight.n,
+        weight.k, rows.stride(0), weight.data.stride(0), weight.groups, weight.group_size, weight.input_offset,
+        EXPERTS=power_of_two(experts), SLOTS=slots, ALIGNED=weights.is_aligned, **form._asdict(), **tile,
+        device=x.device,
+    )  # fmt: skip
+    return out
 
 
 def heads_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

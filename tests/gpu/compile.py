@@ -3,10 +3,10 @@
     python tests/gpu/compile.py [--targets sm90,gfx942] [--quick]
 
 The forms are those that the operations launch for the cases that kernels are compared with (`check.cases`), in each
-type, and for the matrices of an 8B model with few and many rows; with --quick the latter alone, which
-`tests/gpu/test_triton.py` does for one target. Fails on a kernel that does not compile, that spills registers or needs
-more shared memory than there is, or whose matrix instruction depends on the number of rows: they sum in different
-orders. Prints a row for each kernel and target, for docs/howto/devices.md.
+type, and for the matrices of an 8B model and of a mixture of experts with few and many rows; with --quick the latter
+alone, which `tests/gpu/test_triton.py` does for one target. Fails on a kernel that does not compile, that spills
+registers or needs more shared memory than there is, or whose matrix instruction depends on the number of rows: they sum
+in different orders. Prints a row for each kernel and target, for docs/howto/devices.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llm.kernels.reference.linear import pack
 from llm.kernels.triton import check
 from llm.kernels.triton.backend import kernel, kernel_names
 from llm.kernels.triton.launch import TARGETS, Target, collecting
-from llm.kernels.weight import Weight
+from llm.kernels.weight import ExpertWeights, Weight
 
 _GPU = {name: GPUTarget(t.api, t.arch if t.api == "cuda" else name, 64 if name.startswith("gfx9") else 32)
         for name, t in TARGETS.items()}  # fmt: skip
@@ -144,6 +144,28 @@ def of_shapes() -> Iterator[tuple[torch.Tensor, Weight]]:
                 yield empty(m, k, dtype=torch.bfloat16), weight
 
 
+def of_experts() -> Iterator[tuple[Any, ...]]:
+    """Arguments of `experts` without memory: 128 experts, 8 of them for each token."""
+    one = torch.zeros(1, 32, dtype=torch.int8)
+
+    def weight(kind: str, n: int, k: int) -> Weight:
+        scale = torch.empty(n, 1, device="meta")
+        data = torch.empty(n, k // 2 if kind == "levels" else k, dtype=torch.int8, device="meta")
+        if kind == "bfloat16":
+            return replace(pack(one.bfloat16()), data=data.bfloat16(), n=n, k=k)
+        if kind == "w8a8":
+            return replace(replace(pack(one, "int8"), data=data, n=n, k=k).scaled(scale), activations="int8")
+        levels = torch.empty(n, k // 32, dtype=torch.uint8, device="meta")
+        four = replace(pack(one, "int4"), data=data.view(torch.uint8), n=n, k=k)
+        return replace(four.scaled(scale, None, 32, levels=levels), activations="int8")
+
+    for kind in ("bfloat16", "w8a8", "levels"):
+        experts = ExpertWeights((weight(kind, 1536, 2048),) * 128, (weight(kind, 2048, 768),) * 128)
+        for m in (1, 2048):
+            ids = torch.empty(m, 8, dtype=torch.int64, device="meta")
+            yield torch.empty(m, 2048, dtype=torch.bfloat16, device="meta"), ids, ids.float(), experts
+
+
 def forms(target: str, quick: bool) -> dict[Form, str]:
     """Every form that is launched -> the operation that launches it first."""
     found: dict[Form, str] = {}
@@ -156,6 +178,8 @@ def forms(target: str, quick: bool) -> dict[Form, str]:
 
     for x, weight in of_shapes():
         collect("linear", x, weight)
+    for args in of_experts():
+        collect("experts", *args)
     for name in [] if quick else kernel_names():
         for case in check.cases(name):
             for dtype in [torch.float32] if name in check.FLOAT32 else check.ALLOWED:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 import llm.platforms
 from llm import LLM, SamplingParams
 from llm.kernels.backend import StepSize
-from llm.kernels.triton import attention, check, elementwise, gemm, language, vocabulary
+from llm.kernels.triton import attention, check, elementwise, gemm, language, moe, vocabulary
 from llm.kernels.triton.backend import TritonBackend, kernel, kernel_names
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.interface import PlatformEnum
@@ -72,6 +73,10 @@ def masked_one_off(*args: Any, **kwargs: Any) -> torch.Tensor:
     return attention.paged_attention(*most, replace(metadata, seq_lens=metadata.seq_lens - 1), **kwargs)
 
 
+def of_the_next_expert(x: torch.Tensor, ids: torch.Tensor, *more: Any) -> torch.Tensor:
+    return moe.experts(x, (ids + 1) % 5, *more)
+
+
 def summed_by_batch(x: torch.Tensor, weight: torch.Tensor, eps: float, *more: Any) -> torch.Tensor:
     """Right, but its bits depend on how many rows there are."""
     return elementwise.rms_norm(x, weight, eps, *more) * (1 + len(x) * 1e-6)
@@ -84,14 +89,50 @@ def summed_by_batch(x: torch.Tensor, weight: torch.Tensor, eps: float, *more: An
         ("silu_and_mul", of_a_wrong_stride, "an error"),
         ("paged_attention", masked_one_off, "an error|nan"),
         ("rms_norm", summed_by_batch, "a row alone"),
+        ("experts", of_the_next_expert, "w8a8: an error"),
         ("argmax", lambda logits: (logits.amax(1), logits.argmin(1)), "other integers"),
     ],
 )
 def test_a_planted_defect_is_found(name: str, wrong: Callable[..., Any], said: str) -> None:
-    cases = [case for case in check.cases(name) if case.label in ("float32 17x77", "soft cap", "odd", "ties")]
+    cases = [case for case in check.cases(name) if case.label in ("float32 17x77", "soft cap", "odd", "ties", "w8a8")]
     found = [check.disagreement(name, wrong, CPU, torch.float32, case) for case in cases]
     assert any(re.search(said, text) for text in found), found
     assert not any(check.disagreement(name, kernel(name), CPU, torch.float32, case) for case in cases)
+
+
+def experts_case(label: str) -> tuple[Any, ...]:
+    return next(case.args for case in check.cases("experts") if case.label == label)
+
+
+def test_experts_of_one_form_are_one_launch_and_an_id_that_is_none_makes_its_row_nan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def one_by_one(*args: Any) -> Any:
+        raise RuntimeError("one by one")
+
+    monkeypatch.setattr(moe, "over_experts", one_by_one)
+    x, ids, weights, experts = experts_case("w8a8")
+    y = moe.experts(x, ids, weights, experts)
+    for wrong in (-1, 5, 1 << 40):
+        spoiled = moe.experts(x, ids.index_fill(1, torch.tensor([1]), wrong), weights, experts)
+        assert spoiled.isnan().all(), "both slots are added"
+    some = ids.clone()
+    some[3, 0] = 5
+    spoiled = moe.experts(x, some, weights, experts)
+    assert spoiled[3].isnan().all() and torch.equal(spoiled[[0, 1, 2, 4]], y[[0, 1, 2, 4]])
+    with pytest.raises(RuntimeError, match="one by one"):
+        moe.experts(*experts_case("of several kinds"))
+
+
+def test_experts_have_the_bits_of_their_linear_layers() -> None:
+    for label in ("bfloat16", "w4a16 with zeros", "w4a8 in two levels"):
+        x, ids, weights, experts = experts_case(label)
+        apart = [partial(one_expert, *pair) for pair in zip(experts.gate_up, experts.down, strict=True)]
+        assert torch.equal(moe.experts(x, ids, weights, experts), moe.over_experts(x, ids, weights, apart, 64)), label
+
+
+def one_expert(gate_up: Any, down: Any, rows: torch.Tensor) -> torch.Tensor:
+    return gemm.linear(elementwise.silu_and_mul(gemm.linear(rows, gate_up)), down)
 
 
 def test_a_kernel_that_disagrees_is_left_out_and_the_finding_is_kept(tmp_path: Path, caplog: Any) -> None:
