@@ -31,6 +31,7 @@ from llm.kernels.reference import quantize_weight as reference
 from llm.kernels.reference.linear import pack
 from llm.kernels.reference.quantize_weight import (
     CLIP_SHARES,
+    best_scale_and_zero,
     code_limits,
     largest_of,
     level_of,
@@ -49,10 +50,7 @@ _DAMPING = 0.001
 # layers are above it (w4a16 21.8 to 23.4 dB; symmetric groups of 32, Q4_0 and NF4 with medians of 21.6, 21.3 and 20.6),
 # by 60% in MXFP4, all of whose layers are below it, and by 54% in symmetric groups of 128, where a quarter of them are.
 FAR_DECIBELS = 20.0
-# Of asymmetric integers: the most that a code is above the least one, steps that are tried, as shares of the one that
-# clips nothing, and how far beside the best.
-_MOST_CODE = 15
-_STEPS, _BESIDE = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 0.025
+_MOST_CODE = 15  # the most that a code of asymmetric integers is above the least one
 # Elements that are rounded with feedback at a time: each of the columns costs some operations, whatever the rows.
 _ROUNDED_ELEMENTS = 1 << 22
 # Elements whose levels are looked for at a time.
@@ -394,45 +392,18 @@ def _round_with_feedback(
 def _asymmetric_columns(x: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One group of many rows, x [size, R]: the scale and zero point [R] of each, errors weighted by importance [size].
 
-    The search of `asymmetric_groups`, with sums over columns that lie side by side: a tenth of the time, and scales
-    that may differ in the last bit.
+    Sums are over columns that lie side by side: a tenth of the time of `asymmetric_groups`.
     """
-    low, high = x.amin(dim=0).clamp_(max=0.0), x.amax(dim=0).clamp_(min=0.0)
-    full = high / _MOST_CODE - low / _MOST_CODE  # in this order infinite for no range
-    full = torch.where(full > 0, full, torch.ones_like(full))
-    middle = 0.5 * high + 0.5 * low
     counts = importance[:, None]
     weighted = x * counts
-    least, best, share = torch.full_like(full, torch.inf), full, torch.ones_like(full)
-    zero = torch.zeros_like(full)
 
-    def tried(step: torch.Tensor, at: torch.Tensor, of: torch.Tensor) -> None:
-        nonlocal least, best, zero, share
+    def sums(step: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes = (x / step).round_()
-        codes = torch.maximum(torch.minimum(codes, _MOST_CODE - at, out=codes), -at, out=codes)
-        products, norm = (codes * weighted).sum(dim=0), codes.square().mul_(counts).sum(dim=0)
-        scale = torch.where(norm > 0, products / norm, step).bfloat16().float()
-        error = torch.where(scale > 0, scale * (scale * norm - (products + products)), torch.inf)
-        better = error < least
-        least, best = torch.where(better, error, least), torch.where(better, scale, best)
-        zero, share = torch.where(better, at, zero), torch.where(better, of, share)
+        codes = torch.maximum(torch.minimum(codes, _MOST_CODE - zero, out=codes), -zero, out=codes)
+        return (codes * weighted).sum(dim=0), codes.square().mul_(counts).sum(dim=0)
 
-    for each in _STEPS:
-        step = full * each
-        tried(step, _centred(middle, step), torch.full_like(full, each))
-    step, at, of = full * share, zero, share
-    for beside in (-1.0, 1.0):
-        tried(step, (at + beside).clamp(0, _MOST_CODE), of)
-    at, of = zero, share
-    for beside in (-_BESIDE, _BESIDE):
-        tried(full * (of + beside), at, of + beside)
-    tried(best, zero, share)
-    return best, zero - 8
-
-
-def _centred(middle: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """The code of 0, from 0 to 15, where the codes' middle is that of the group's range."""
-    return (0.5 * _MOST_CODE - middle / step).round_().clamp_(0, _MOST_CODE)
+    scale, zero = best_scale_and_zero(x.amin(dim=0), x.amax(dim=0), sums)
+    return scale, zero - 8
 
 
 def static_activation(low: float, high: float) -> tuple[float, int]:

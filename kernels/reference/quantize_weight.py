@@ -8,6 +8,7 @@ of a float16 and an integer from 0 to 63.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -375,20 +376,40 @@ def _round_asymmetric(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
     return _Rounded(codes, scale, (codes - zero) * scale, zero)
 
 
-def asymmetric_groups(
-    x: torch.Tensor, importance: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def asymmetric_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [R, G, size] -> (codes of the same shape, scale and zero [R, G, 1]), codes and zero whole, from -8 to 7.
 
-    W ~ (code - zero) * scale. Several steps are tried with the zero point that centres the group's range, then at the
-    best of them the zero points beside it, and the steps beside it; each is refitted by least squares to the codes that
-    it gives, in bfloat16, and so is at last the best scale. Errors are weighted by `importance`, which broadcasts;
-    None: by |x| and the root of the group's mean square, because large weights are multiplied with large inputs.
+    W ~ (code - zero) * scale. Errors are weighted by |x| and the root of the group's mean square, because large weights
+    are multiplied with large inputs.
     """
-    if importance is None:
-        # PyTorch rounds square roots of float32 wrongly now and then; by way of float64 they are right.
-        importance = x.abs() + (ordered_sum(x.square()) / x.shape[-1]).double().sqrt().float()
-    low, high = x.amin(dim=-1, keepdim=True).clamp_(max=0.0), x.amax(dim=-1, keepdim=True).clamp_(min=0.0)
+    # PyTorch rounds square roots of float32 wrongly now and then; by way of float64 they are right.
+    importance = x.abs() + (ordered_sum(x.square()) / x.shape[-1]).double().sqrt().float()
+
+    def sums(step: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = _from_zero(x, step, zero)
+        weighted = codes * importance
+        return ordered_sum(weighted * x), ordered_sum(weighted * codes)
+
+    scale, zero = best_scale_and_zero(x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True), sums)
+    return _from_zero(x, scale, zero) + (zero - 8), scale, zero - 8
+
+
+def best_scale_and_zero(
+    low: torch.Tensor,
+    high: torch.Tensor,
+    sums: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of groups with values from `low` to `high`: (scale, in bfloat16's values, and the whole code of 0, 0 to 15).
+
+    Several steps are tried with the zero point that centres the group's range, then at the best of them the zero points
+    beside it, and the steps beside it; each is refitted by least squares to the codes that it gives, and so is at last
+    the best scale.
+
+    Args:
+        sums: (step, zero) -> the sums over a group of code * x and of code * code, each weighted by how much an error
+            of x counts; `code` is x / step, rounded and clamped to -zero .. 15 - zero.
+    """
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     full = high / _MOST_CODE - low / _MOST_CODE  # in this order infinite for no range
     full = torch.where(full > 0, full, torch.ones_like(full))
     middle = 0.5 * high + 0.5 * low
@@ -397,9 +418,7 @@ def asymmetric_groups(
 
     def tried(step: torch.Tensor, at: torch.Tensor, of: torch.Tensor) -> None:
         nonlocal least, best, zero, share
-        codes = _from_zero(x, step, at)
-        weighted = codes * importance
-        products, norm = ordered_sum(weighted * x), ordered_sum(weighted * codes)
+        products, norm = sums(step, at)
         scale = torch.where(norm > 0, products / norm, step).bfloat16().float()
         error = torch.where(scale > 0, scale * (scale * norm - (products + products)), torch.inf)
         better = error < least
@@ -416,7 +435,7 @@ def asymmetric_groups(
     for beside in (-_BESIDE, _BESIDE):
         tried(full * (of + beside), at, of + beside)
     tried(best, zero, share)
-    return _from_zero(x, best, zero) + (zero - 8), best, zero - 8
+    return best, zero
 
 
 def _round_two_levels(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
