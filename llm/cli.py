@@ -31,13 +31,8 @@ _DEFAULT_MAX_TOKENS = 128
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status: 0, 1 for a user's mistake (one sentence), 130 for Ctrl-C."""
-    given = one_by_one(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    args, rest = parser.parse_known_args(given)
-    if rest and hasattr(args, "engine_command"):
-        add_other_flags(args.engine_command, [text for text in rest if text.startswith("--")])
     try:
-        args = parser.parse_args(given) if rest else args
+        args = parsed(sys.argv[1:] if argv is None else argv)
         return args.run(args)
     except LLMError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -60,6 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error.strerror or error}.", file=sys.stderr)
         _discard_stdout()
         return 1
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """A command and its options. Ends the program, with its usage, where one is unknown."""
+    given, parser = one_by_one(argv), _parser()
+    args, rest = parser.parse_known_args(given)
+    if not rest:
+        return args
+    if hasattr(args, "engine_command"):
+        add_other_flags(args.engine_command, rest)
+    return parser.parse_args(given)
 
 
 def _discard_stdout() -> None:

@@ -153,7 +153,7 @@ def test_000_command_line() -> None:
     text = filled(example("000_command_line"), ("op1", ops[0]), ("op2", ops[1]))
     on = []
     for line in text.splitlines():
-        arguments = cli._parser().parse_args(["explain", *shlex.split(line)])
+        arguments = cli.parsed(["explain", *shlex.split(line)])
         config = CompilationConfig.of(engine_arguments(arguments).get("compilation_config"))
         on.append([config.judge(op)[0] for op in ops])
     assert on == [[True] * 3, [False] * 3, [False, True, True], [True, True, False]]

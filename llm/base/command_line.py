@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from llm.base.types import JsonObject
 from llm.errors import ValidationError
 
 
@@ -59,6 +60,8 @@ ENGINE_FLAGS: Mapping[str, tuple[str, str, str]] = {
     "kv_cache_memory_bytes": ("int", "N", "bytes of the KV cache"),
     "enable_prefix_caching": ("flag", "", "prompts share what they begin with"),
     "scheduling_policy": ("text", "NAME", "fcfs or priority"),
+    "tensor_parallel_size": ("int", "N", "processes, each with a part of every layer"),
+    "data_parallel_size": ("int", "N", "processes, each with the whole model"),
     "num_threads": ("int", "N", "threads to compute with"),
     "device": ("text", "NAME", "cpu, cuda, ...; auto: the best there is"),
     "seed": ("int", "N", "of requests that have none"),
@@ -79,57 +82,101 @@ ENGINE_FLAGS: Mapping[str, tuple[str, str, str]] = {
     "verbose": ("flag", "", "show what was decided, and why"),
 }
 _DEST = "LLM."  # before an argument's name in a parsed command line
+# vLLM's short options.
+_SHORT: Mapping[str, str] = {
+    **{"-q": "quantization", "-cc": "compilation_config", "-sc": "speculative_config", "-ac": "attention_config"},
+    **{"-tp": "tensor_parallel_size", "-dp": "data_parallel_size", "-pp": "pipeline_parallel_size"},
+    **{"-dcp": "decode_context_parallel_size", "-pcp": "prefill_context_parallel_size", "-n": "nnodes"},
+    **{"-r": "node_rank", "-ep": "enable_expert_parallel", "-O": "optimization_level", "-dpn": "data_parallel_rank"},
+    **{"-dpr": "data_parallel_start_rank", "-dpl": "data_parallel_size_local", "-dpa": "data_parallel_address"},
+    **{"-dpp": "data_parallel_rpc_port", "-dpb": "data_parallel_backend", "-dph": "data_parallel_hybrid_lb"},
+    **{"-dpe": "data_parallel_external_lb"},
+}
+# Arguments of vLLM's that have no value: what stands behind one is not its own.
+_FLAG = re.compile(
+    "(enable|disable|use|skip|allow|fail_on|ray_workers_use)_.*|.*_(lb|loras|lora|metrics|adaptive|logging|verbose)|"
+    "trust_remote_code|language_model_only|interleave_mm_strings|mm_device_do_normalize|scheduler_reserve_full_isl|"
+    "async_scheduling|numa_bind|kv_sharing_fast_prefill|sleep_mode_offload_cudagraph|dcp_q_replicate"
+)
 # Options that take several values -> what these look like: a prompt behind them is none.
 _SEVERAL = {"--logits-processors": r"[\w.]+:[\w.]+", "--lora-modules": r"[\w./-]+=.+|\{.*\}"}
 
 
 def add_engine_flags(command: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
     """Add the arguments of `LLM` under vLLM's names, with dashes or underscores; see `engine_arguments`."""
-    group = command.add_argument_group("arguments of LLM", "Its others, and vLLM's, are taken under their names too.")
+    about = "Its others, and vLLM's, are taken under their names too, and --NAME.KEY VALUE for one that is an object."
+    group = command.add_argument_group("arguments of LLM", about)
     for name, (kind, metavar, about) in ENGINE_FLAGS.items():
         if name not in leave_out:
             _add_flag(group, name, kind, metavar, about)
-    if "compilation_config" not in leave_out:
-        options = ("--compilation-config.custom_ops", "--compilation_config.custom_ops")
-        about = "the same for custom_ops alone: none,+rms_norm"
-        group.add_argument(*options, dest=f"{_DEST}custom_ops", metavar="OPS", default=argparse.SUPPRESS, help=about)
     command.set_defaults(engine_command=command)
 
 
-def add_other_flags(command: argparse.ArgumentParser, options: Iterable[str]) -> None:
-    """Add those of `options` that are further arguments of `LLM`, or of vLLM's, to a command with engine flags."""
+def add_other_flags(command: argparse.ArgumentParser, texts: Iterable[str]) -> None:
+    """Add what of these texts are options for further arguments of `LLM`, or of vLLM's, to a command with engine flags:
+    `--block-size`, `-ep`, `--compilation-config.custom_ops`.
+    """
     from llm.config.engine_args import DEFAULTS  # imports PyTorch
 
-    for option in dict.fromkeys(option.partition("=")[0] for option in options):
-        name = option[2:].replace("-", "_")
+    for option in dict.fromkeys(_option_of(text) for text in texts if text.startswith("-")):
+        whole, _, key = option.removeprefix("--").partition(".")
+        name = _SHORT.get(option, whole.replace("-", "_"))
+        dest: JsonObject = {"dest": _DEST + name, "default": argparse.SUPPRESS}
         is_negated = name.startswith("no_") and name not in DEFAULTS
-        name = name[3:] if is_negated else name
-        if name not in DEFAULTS or name == "model" or name in ENGINE_FLAGS:
+        if is_negated and name[3:] in DEFAULTS and name[3:] not in ENGINE_FLAGS:
+            command.add_argument(option, action="store_false", **{**dest, "dest": _DEST + name[3:]})
+        elif name not in DEFAULTS or name == "model":
             continue
-        dest = _DEST + name
-        if is_negated:
-            command.add_argument(option, dest=dest, action="store_false", default=argparse.SUPPRESS)
+        elif key:
+            command.add_argument(option, action="append", type=_value, **{**dest, "dest": f"{_DEST}{name}.{key}"})
+        elif name in ENGINE_FLAGS:
+            continue
+        elif _FLAG.fullmatch(name) and "=" not in option:
+            command.add_argument(option, action="store_true", **dest)
         else:
-            command.add_argument(option, dest=dest, nargs="?", const=True, type=_value, default=argparse.SUPPRESS)
+            command.add_argument(option, nargs="?", const=True, type=_value, **dest)
+
+
+def _option_of(text: str) -> str:
+    """`--name` of `--name=value`, `-O` of `-O3`."""
+    return "-O" if re.fullmatch(r"-O\d", text) else text.partition("=")[0]
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `LLM` that a command line gives."""
-    given = {name[len(_DEST) :]: value for name, value in vars(args).items() if name.startswith(_DEST)}
-    ops = given.pop("custom_ops", None)
-    if ops is None:
-        return given
-    if "compilation_config" in given:
-        raise ValidationError(
-            "--compilation-config and --compilation-config.custom_ops exclude each other; put both into the JSON.",
-            parameter="compilation_config",
-            value=ops,
-        )
-    return given | {"compilation_config": {"custom_ops": _value(ops)}}
+    found = {name[len(_DEST) :]: value for name, value in vars(args).items() if name.startswith(_DEST)}
+    given = {name: value for name, value in found.items() if "." not in name}
+    objects: dict[str, JsonObject] = {}
+    for path, values in found.items():
+        name, _, keys = path.partition(".")
+        if not keys:
+            continue
+        if name in given:
+            option = f"--{name.replace('_', '-')}"
+            message = f"{option} and {option}.{keys} exclude each other; put both into the JSON."
+            raise ValidationError(message, parameter=name, value=values[-1])
+        _set(objects.setdefault(name, {}), name, keys.split("."), values)
+    return {**given, **objects}
+
+
+def _set(given: JsonObject, name: str, keys: Sequence[str], values: Sequence[object]) -> None:
+    """Set a key of an object in an object; `key+` is a list of all values, of texts with commas between them too."""
+    for key in keys[:-1]:
+        given = given.setdefault(key, {})
+        if not isinstance(given, dict):
+            raise ValidationError(f"--{name.replace('_', '-')} has both a value and keys of {key}.", parameter=name)
+    key = keys[-1]
+    if key.endswith("+"):
+        given[key[:-1]] = [
+            item for value in values for item in (value.split(",") if isinstance(value, str) else [value])
+        ]
+    else:
+        given[key] = values[-1]
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, kind: str, metavar: str, about: str) -> None:
-    options = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
+    short = [option for option, own in _SHORT.items() if own == name]
+    options = dict.fromkeys((*short, f"--{name.replace('_', '-')}", f"--{name}"))
     common: dict[str, Any] = {"dest": _DEST + name, "default": argparse.SUPPRESS, "help": about}
     if kind == "flag":
         group.add_argument(*options, action="store_true", **common)

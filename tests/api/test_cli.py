@@ -148,7 +148,7 @@ def test_every_option_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert opened_with(["generate", "x", *arguments], monkeypatch) == {**plain, name: value} != plain
     listed = {action.dest for action in next(p for p in parsers(cli._parser()) if "generate" in p.prog)._actions}
     assert {name.removeprefix("LLM.") for name in listed} == {
-        *(*OPTIONS, *ENGINE_OPTIONS, "help", "prompt", "chat", "custom_ops"),
+        *(*OPTIONS, *ENGINE_OPTIONS, "help", "prompt", "chat"),
     }
 
 
@@ -168,6 +168,30 @@ def test_commands_take_the_same_arguments_of_llm(
     expected = {"max_num_seqs": 5, "enable_prefix_caching": False, "gpu_memory_utilization": 0.5, "block_size": 32}
     expected |= {"enable_chunked_prefill": False, "enforce_eager": True, "hf_overrides": {"a": [1]}, "dtype": "float32"}
     assert opened_with([*command, *given], monkeypatch) == {**plain, **expected}
+
+
+def test_vllms_short_options_and_keys_of_objects(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = opened_with(["explain"], monkeypatch)
+    for line, expected in (
+        ("-tp 2 -q w8a8 -dp=3", {"tensor_parallel_size": 2, "quantization": "w8a8", "data_parallel_size": 3}),
+        ("-ep org/model -pp 1", {"model": "org/model", "enable_expert_parallel": True, "pipeline_parallel_size": 1}),
+        ("--trust-remote-code org/model", {"model": "org/model", "trust_remote_code": True}),
+        ("-O3", {"optimization_level": 3}),
+        (
+            "--hf_overrides.rope_scaling.factor 2 --hf-overrides.a x",
+            {"hf_overrides": {"rope_scaling": {"factor": 2}, "a": "x"}},
+        ),
+        ("--hf-overrides.a+ 1 --hf-overrides.a+=b,c", {"hf_overrides": {"a": [1, "b", "c"]}}),
+        ("--speculative-config.method=ngram", {"speculative_config": {"method": "ngram"}}),
+    ):
+        assert opened_with(["explain", *line.split()], monkeypatch) == {**plain, **expected}, line
+    for line, said in (
+        ("--hf-overrides {} --hf-overrides.a 1", "--hf-overrides and --hf-overrides.a exclude each other"),
+        ("--hf-overrides.a 1 --hf-overrides.a.b 1", "--hf-overrides has both a value and keys of a."),
+    ):
+        assert main(["explain", *line.split()]) == 1 and said in capsys.readouterr().err
 
 
 def test_an_option_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
