@@ -3,8 +3,8 @@
 Tokenizing, steps and decoding run in the thread; event loops only hand over requests and take outputs. What may take
 longer than a step, long prompts and what constrains answers, is read by other threads beside the steps: no request
 waits until another's is read. An output is made when its caller has taken the last one, so that a slow caller gets
-fewer and longer ones; and where many callers are told at each of many short steps, not at every step, so that telling
-takes a small share of the time. Beginnings and ends are told at once.
+fewer and longer ones; and where many callers are told at each of many short steps, not at every step, so that telling,
+and what callers do when they are told, take a small share of the time. Beginnings and ends are told at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from types import TracebackType
 from typing import Any
 
@@ -43,9 +43,9 @@ from llm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from llm.pooling_params import PoolingParams
 from llm.sampling_params import RequestOutputKind, SamplingParams
 
-# Between two steps that tell what is new pass this many times what telling took, if it was told to more than a few;
-# and at most so many seconds. Callers take about as long to be told, in their threads but under the same GIL.
-_PAUSE = 48.0
+# Between two steps that tell what is new pass this many times what telling took, here and in the threads of callers,
+# which have the same GIL, if it was told to more than a few; and at most so many seconds.
+_PAUSE = 24.0
 _LONGEST_PAUSE = 0.1
 _FEW = 4
 # Prompts of more characters or tokens, and chats of more messages, are read by other threads.
@@ -162,8 +162,8 @@ class AsyncLLM:
         """As `generate`, for one conversation; the arguments are those of `LLM.chat`.
 
         The last output has `content`, `reasoning` and `tool_calls`, of the whole reply also where `output_kind` is
-        DELTA. Those before it, where it is CUMULATIVE, have of `content` and `reasoning` what is certain already: not
-        what may yet be a call.
+        DELTA. Those before it, where it is CUMULATIVE, have what is certain: nothing that may yet be a call, and
+        of the last call the arguments as far as they are written.
         """
         options = ChatOptions.of(locals())
         prompt = ChatPrompt(messages, options)
@@ -407,6 +407,7 @@ class EngineThread:
         # Requests in the engine, by the callers' ids.
         self._live: dict[str, Call] = {}
         self._tell_at = 0.0  # what is neither a beginning nor an end
+        self._hearing = 0.0  # seconds that callers took when many were told; their event loops write it
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Queue requests, which start in one step if there is room; long ones when they have been read."""
@@ -634,10 +635,14 @@ class EngineThread:
                 del self._live[name]
             is_lost = not call.is_aborted and _is_cut_off(output)
             answers.append((call, LLMError(_LOST) if is_lost else output))
-        _answer(answers)
+        _answer(answers, self._heard)
         if len(answers) > _FEW:
             now = perf_counter()
-            self._tell_at = now + min(_LONGEST_PAUSE, _PAUSE * (now - started))
+            self._tell_at = now + min(_LONGEST_PAUSE, _PAUSE * (now - started + self._hearing))
+
+    def _heard(self, seconds: float) -> None:
+        """An event loop has told its callers, who took so long."""
+        self._hearing = seconds
 
     def _fail(self, error: BaseException) -> None:
         """End every request."""
@@ -676,17 +681,22 @@ def _is_cut_off(output: object) -> bool:
     return isinstance(output, LLMError)
 
 
-def _answer(answers: Sequence[tuple[Call, object]]) -> None:
-    """Give outputs to their callers, waking each event loop once."""
+def _answer(answers: Sequence[tuple[Call, object]], heard: Callable[[float], None] | None = None) -> None:
+    """Give outputs to their callers, waking each event loop once. `heard` is called in a loop that had many to wake,
+    with the seconds of its thread that they took."""
     woken: defaultdict[asyncio.AbstractEventLoop, list[Call]] = defaultdict(list)
     for call, output in answers:
         call.outputs.append(output)
         woken[call.loop].append(call)
     for loop, calls in woken.items():
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(_wake, calls)
+            loop.call_soon_threadsafe(_wake, loop, calls, heard)
 
 
-def _wake(calls: Sequence[Call]) -> None:
+def _wake(loop: asyncio.AbstractEventLoop, calls: Sequence[Call], heard: Callable[[float], None] | None) -> None:
+    started = thread_time()
     for call in calls:
         call.changed.set()
+    if heard is not None and len(calls) > _FEW:
+        # After the tasks that wait for these.
+        loop.call_soon(lambda: heard(thread_time() - started))

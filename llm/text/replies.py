@@ -24,6 +24,7 @@ from llm.config.engine import ReasoningConfig
 from llm.errors import ValidationError, nearest
 from llm.outputs import CompletionOutput, RequestOutput, ToolCall
 from llm.sampling_params import SamplingParams, StructuredOutputsParams
+from llm.text.open_calls import closed
 from llm.text.tokenizer import Tokenizer
 from llm.text.tool_calls import Call, call_of, json_object, json_value
 from llm.text.tool_forms import ALIASES, FORMS, CannotWrite, Writing, begins_of_calls, form_of
@@ -98,7 +99,8 @@ class ReplyReader:
 
     def _read(self, output: RequestOutput, own: CompletionOutput, choice: ToolChoice) -> None:
         if own.finish_reason is None:
-            own.reasoning, own.content = self._certain(output, own, choice)
+            own.reasoning, own.content, begun = self._certain(output, own, choice)
+            own.tool_calls = _numbered(begun, choice)
             return
         raw = self._raw(output, own)
         reasoning: str | None = None
@@ -114,38 +116,61 @@ class ReplyReader:
                 reasoning, calls = self._calls(reasoning, choice)  # a call ends reasoning that nothing else ended
                 reasoning = reasoning.strip("\n") if calls else reasoning
         self._warn_of_unread(raw, calls, choice)
-        calls = calls if choice.is_parallel else calls[:1]
         own.reasoning = reasoning
-        own.tool_calls = [ToolCall(name, given, f"call{index:05d}") for index, (name, given) in enumerate(calls)]
+        own.tool_calls = _numbered(calls, choice)
         own.content = own.text
         if calls or reasoning is not None or (self.form == "gpt_oss" and not choice.forces):
             own.content = self._without_special(rest).strip()
 
-    def _certain(self, output: RequestOutput, own: CompletionOutput, choice: ToolChoice) -> tuple[str | None, str]:
-        """(reasoning, content) of a reply that goes on, as far as what comes cannot change them.
-
-        A call, what may yet become one and what follows, and messages with channels, are read once all is there.
+    def _certain(
+        self, output: RequestOutput, own: CompletionOutput, choice: ToolChoice
+    ) -> tuple[str | None, str, list[Call]]:
+        """(reasoning, content, calls) of a reply that goes on, as far as what comes cannot change them; the arguments
+        of the last call may go on. What may yet become a call is none, and no content.
         """
         if self.form is None and self.around is None and not choice.forces:
-            return None, own.text
-        if choice.forces or self.form == "gpt_oss":
-            return None, ""
+            return None, own.text, []
         raw = self._raw(output, own)
         while raw and len(self._without_special(raw)) > len(own.text):
             raw = raw[:-1]  # the start of a character or of a stop string
+        if choice.forces:
+            return None, "", self._begun(raw, choice)
+        if self.form == "gpt_oss":
+            calls = self._begun(raw, choice)
+            content, reasoning, _ = read_harmony(_whole_messages(raw))
+            return (None if reasoning is None else reasoning.rstrip()), self._without_special(content).strip(), calls
         reasoning, rest = self._split(output.prompt or "", raw)
         if self.around is not None:
             start, end = self.around
             if reasoning is not None and end not in raw:
-                return self._before_calls(reasoning, end).rstrip("\n"), ""
+                return self._before_calls(reasoning, end).rstrip("\n"), "", []
             if reasoning is None and start.startswith(raw.strip()):
-                return None, ""
+                return None, "", []
         if reasoning is None and self.form is None:
-            return None, own.text
-        content = self._without_special(self._before_calls(rest))
+            return None, own.text, []
+        content, calls = self._without_special(self._before_calls(rest)), self._begun(rest, choice)
         if reasoning is not None:
-            return reasoning, content.strip()
-        return None, "" if content[:1].isspace() else content.rstrip()  # with a call it is stripped
+            return reasoning, content.strip(), calls
+        return None, "" if content[:1].isspace() else content.rstrip(), calls  # with a call it is stripped
+
+    def _begun(self, text: str, choice: ToolChoice) -> list[Call]:
+        """The calls of a reply that goes on; the last one as far as it is written."""
+
+        def read(text: str) -> list[Call]:
+            found = self._calls(text, choice)[1]
+            return found or (choice.calls(text) if choice.forces else [])
+
+        start = 0 if choice.forces else len(self._before_calls(text))
+        if start == len(text):
+            return []
+        whole = read(text)
+        for candidate in closed(text, start, self.form is not None and FORMS[self.form].writes_python):
+            found = read(candidate)
+            if len(found) > len(whole) and found[: len(whole)] == whole:
+                name, arguments = found[-1]
+                if arguments and name in choice.functions:
+                    return found
+        return whole
 
     def _before_calls(self, text: str, *others: str) -> str:
         """What stands before anything that may be the beginning of a call, or of one of `others`."""
@@ -198,6 +223,11 @@ class ReplyReader:
         return text
 
 
+def _numbered(calls: Sequence[Call], choice: ToolChoice) -> list[ToolCall]:
+    kept = calls if choice.is_parallel else calls[:1]
+    return [ToolCall(name, given, f"call{index:05d}") for index, (name, given) in enumerate(kept)]
+
+
 def _may_begin(text: str, begin: str) -> int:
     """Where `begin` is in the text, or may be once more of it is there."""
     found = text.find(begin)
@@ -245,6 +275,16 @@ def read_harmony(text: str) -> tuple[str, str | None, list[tuple[str, JsonObject
         else:
             content.append(body)
     return "\n".join(filter(None, content)), "\n".join(reasoning) if reasoning else None, calls
+
+
+def _whole_messages(text: str) -> str:
+    """The messages of a reply of gpt-oss that goes on, without a header that has not ended and without a call."""
+    start = text.rfind("<|start|>")
+    head, tag, body = text[max(start, 0) :].partition("<|message|>")
+    if not tag or "to=functions." in head:
+        return text[: max(start, 0)]
+    end = min(_may_begin(body, mark) for mark in (*_ENDS, "<|start|>"))
+    return text[: max(start, 0)] + head + tag + body[:end]
 
 
 _CLOSED: JsonObject = {"additionalProperties": False}

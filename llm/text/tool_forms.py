@@ -72,12 +72,14 @@ class Form:
         begins: what a call may begin with; for the warning about one that was not read.
         read: the calls of a reply; the schemas say which types arguments have.
         write: for a template, how calls are written.
+        writes_python: arguments are Python's literals.
     """
 
     marks: tuple[tuple[str, ...], ...]
     begins: tuple[str, ...]
     read: Callable[[str, Schemas], Found]
     write: Callable[[str], Writing]
+    writes_python: bool = False
 
 
 def _text(value: str) -> JsonObject:
@@ -437,24 +439,28 @@ FORMS: dict[str, Form] = {
         (_LFM2[0],),
         between(*_LFM2),
         _always(Writing(_python_tag, _LFM2[0] + "[", ", ", "]" + _LFM2[1])),
+        writes_python=True,
     ),
     "olmo3": Form(
         ((_OLMO3[0],),),
         (_OLMO3[0],),
         between(*_OLMO3),
         _always(Writing(_python_tag, _OLMO3[0], "\n", _OLMO3[1])),
+        writes_python=True,
     ),
     "gemma3": Form(
         ((_TOOL_CODE[0],),),
         (_TOOL_CODE[0],),
         between(*_TOOL_CODE),
         _always(Writing(_python_tag, _TOOL_CODE[0] + "\n", "\n", "\n" + _TOOL_CODE[1])),
+        writes_python=True,
     ),
     "pythonic": Form(
         (("func_name1(",),),
         ("<|python_start|>",),
         pythonic,
         _always(Writing(_python_tag, "[", ", ", "]")),
+        writes_python=True,
     ),
     "llama3_json": Form(
         (("<|python_tag|>",), ('"parameters":',)),

@@ -26,6 +26,7 @@ from llm import (
 from llm.jobs.requests import JobAdapters
 from llm.jobs.worker import PieceRows, RowWorker
 from llm.outputs import CompletionOutput, ToolCall
+from llm.text.open_calls import certain_arguments, rest_of
 from llm.text.replies import ReplyReader, ToolChoice, read_harmony
 from llm.text.tool_calls import typed, types_of
 from llm.text.tool_forms import FORMS, form_of
@@ -91,84 +92,84 @@ NO_CALLS = [
 NAMELESS = sorted(FORMS.keys() - {"gpt_oss"})
 
 
-@pytest.mark.parametrize(
-    ("form", "text", "rest", "calls"),
-    [
-        ("hermes", f"I look.\n<tool_call>\n{CALL}\n</tool_call>", "I look.\n", ONE),
-        ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "\n", ONE * 2),
-        ("hermes", f"<tool_call>{CALL}", "", ONE),
-        ("hermes", f"<tool_call>{{bad</tool_call><tool_call>{CALL}</tool_call>", "<tool_call>{bad</tool_call>", ONE),
-        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
-        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None, []),
-        ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", None, []),
-        ("hermes", "<tool_call>I think so</tool_call>", None, []),
-        ("longcat", f"So:<longcat_tool_call>\n{CALL}\n</longcat_tool_call>", "So:", ONE),
-        ("granite", f"<|tool_call|> [{CALL}, {CALL}] Well.", " Well.", ONE * 2),
-        ("granite", f"<tool_call>[{CALL}]", "", ONE),
-        ("granite_20b_fc", f"<function_call> {CALL}<function_call> {CALL}", "", ONE * 2),
-        ("internlm", f"Yes.<|action_start|><|plugin|>\n{LLAMA}<|action_end|>\n", "Yes.\n", ONE),
-        ("phi4_mini_json", f"Yes. functools[{CALL},{CALL}]", "Yes. ", ONE * 2),
-        ("phi4_mini_json", f"<|tool_call|>[{CALL}]<|/tool_call|>", "", ONE),
-        ("phi4_mini_json", "functools[] and functools [x]", None, []),
-        ("jamba", f"<tool_calls>[{CALL}]</tool_calls>", "", ONE),
-        ("nemotron_json", f"<TOOLCALL>[{CALL}]</TOOLCALL>", "", ONE),
-        ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}", "", ONE * 2),
-        ("llama3_json", f"I ask: {LLAMA} ;\n{CALL} for {{it}}.", "I ask:  for {it}.", ONE * 2),
-        ("llama3_json", '{"name": "Moses"}', None, []),
-        ("llama3_json", '{"name": "f", "parameters": {"a": ', None, []),
-        ("llama3_json", '{"a":[' * 20_000, None, []),
-        ("mistral", f"[TOOL_CALLS][{CALL}, {CALL}]", "", ONE * 2),
-        ("mistral", f"Yes.[TOOL_CALLS]weather[ARGS]{BODY}[TOOL_CALLS]weather{BODY}", "Yes.", ONE * 2),
-        ("mistral", f"[TOOL_CALLS][{CALL}", None, []),
-        ("mistral", f"[TOOL_CALLS]weather[ARGS]{BODY}[TOOL_CALLS]{{", "[TOOL_CALLS]{", ONE),
-        ("deepseek", f"{D['calls begin']}{V3}\n{V3}{D['calls end']}", "\n", ONE * 2),
-        ("deepseek", f"Well.{D['calls begin']}{V31}{D['calls end']}", "Well.", ONE),
-        ("deepseek", f"{D['calls begin']}{V31[:-40]}", None, []),
-        ("kimi_k2", f"So.<|tool_calls_section_begin|>{KIMI}{KIMI}<|tool_calls_section_end|>", "So.", ONE * 2),
-        ("qwen3_coder", f"So:<tool_call>\n{QWEN3}\n</tool_call>\n<tool_call>{QWEN3}</tool_call>", "So:\n", TEXTS * 2),
-        ("qwen3_coder", f"{QWEN3}\n", "\n", TEXTS),
-        ("qwen3_coder", QWEN3.replace("\n</parameter>\n<p", "\n<p"), "", TEXTS),
-        ("qwen3_coder", f"<tool_call>{QWEN3.removesuffix('</function>')}</tool_call>", "", TEXTS),
-        ("qwen3_coder", f"<tool_call>{QWEN3[:-30]}", None, []),
-        ("qwen3_coder", "<tool_call><function=rest>\n</function></tool_call>", "", [("rest", {})]),
-        ("glm45", f"So:<tool_call>{GLM}\n</tool_call>", "So:", TEXTS),
-        ("glm45", "<tool_call>rest\n</tool_call><tool_call>rest</tool_call>", "", [("rest", {})] * 2),
-        ("glm45", f"<tool_call>{GLM[:-30]}", None, []),
-        ("glm45", f"<tool_call>{GLM}", None, []),
-        ("seed_oss", f"<seed:tool_call>{SEED}</seed:tool_call>", "", TEXTS),
-        ("minimax_m2", f"So.<minimax:tool_call>\n{MINIMAX}</invoke>\n</minimax:tool_call>", "So.\n\n", TEXTS),
-        ("minimax_m2", f"<minimax:tool_call>\n{MINIMAX}", None, []),
-        ("step3", f"<｜tool_calls_begin｜>{STEP_CALL}{STEP_CALL}<｜tool_calls_end｜>", "", TEXTS * 2),  # noqa: RUF001
-        ("step3", f"<｜tool_calls_begin｜><｜tool_call_begin｜>{STEP[:-20]}", None, []),  # noqa: RUF001
-        ("pythonic", f"[{PYTHON}, rest()]", "", [*TEXTS, ("rest", {})]),
-        ("pythonic", f"I look [1]: [{PYTHON}] <|python_end|>", "I look [1]:  ", TEXTS),
-        ("pythonic", "[f(a=-1.5e3, b=0x1F, c=(1, 2,), d=(3), e=(4,),)]", "", VALUES),
-        ("pythonic", "[f(a={'b': [None, true], \"c\": {}}, d='\\x41\\n\\u00e9\\'\\d')]", "", NESTED),
-        ("pythonic", '[f(a="""one\n"two"\n""")]', "", [("f", {"a": 'one\n"two"\n'})]),
-        ("pythonic", "[my-app.search(q='}')]", "", [("my-app.search", {"q": "}"})]),
-        ("pythonic", "[weather(city=31000, walls='[1]')]", "", [("weather", {"city": "31000", "walls": [1]})]),
-        *(("pythonic", f"[{text}]", None, []) for text in NO_CALLS),
-        ("pythonic", "[f(a=" * 20_000, None, []),
-        ("pythonic", f"[f(a={'[' * 100_000}", None, []),
-        ("llama3_json", f"[{PYTHON}]", "", TEXTS),
-        ("llama3_json", "as in [f(x=1)]", None, []),
-        ("lfm2", f"So:<|tool_call_start|>[{PYTHON}, rest()]<|tool_call_end|>!", "So:!", [*TEXTS, ("rest", {})]),
-        ("lfm2", f"<|tool_call_start|>[{CALL}]<|tool_call_end|>", "", ONE),
-        ("lfm2", f"<|tool_call_start|>[{PYTHON}", None, []),
-        (
-            "lfm2",
-            "<|tool_call_start|>[f(a='<|tool_call_end|>')]<|tool_call_end|>",
-            "",
-            [("f", {"a": "<|tool_call_end|>"})],
-        ),
-        ("olmo3", f"<function_calls>\n{PYTHON}\nrest()\n</function_calls>.", ".", [*TEXTS, ("rest", {})]),
-        ("olmo3", "<function_calls>rest(a=null)\nrest(", "\nrest(", [("rest", {"a": None})]),
-        ("olmo3", '<function_calls>f(a="""' * 20_000, None, []),
-        ("gemma3", f"Well.\n```tool_code\nprint({PYTHON})\n```", "Well.\n", TEXTS),
-        ("gemma3", "```tool_code\nprint(x)\n```", None, []),
-        *((form, "In the beginning { was", None, []) for form in NAMELESS),
-    ],
-)
+READ: list[Any] = [
+    ("hermes", f"I look.\n<tool_call>\n{CALL}\n</tool_call>", "I look.\n", ONE),
+    ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "\n", ONE * 2),
+    ("hermes", f"<tool_call>{CALL}", "", ONE),
+    ("hermes", f"<tool_call>{{bad</tool_call><tool_call>{CALL}</tool_call>", "<tool_call>{bad</tool_call>", ONE),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None, []),
+    ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", None, []),
+    ("hermes", "<tool_call>I think so</tool_call>", None, []),
+    ("longcat", f"So:<longcat_tool_call>\n{CALL}\n</longcat_tool_call>", "So:", ONE),
+    ("granite", f"<|tool_call|> [{CALL}, {CALL}] Well.", " Well.", ONE * 2),
+    ("granite", f"<tool_call>[{CALL}]", "", ONE),
+    ("granite_20b_fc", f"<function_call> {CALL}<function_call> {CALL}", "", ONE * 2),
+    ("internlm", f"Yes.<|action_start|><|plugin|>\n{LLAMA}<|action_end|>\n", "Yes.\n", ONE),
+    ("phi4_mini_json", f"Yes. functools[{CALL},{CALL}]", "Yes. ", ONE * 2),
+    ("phi4_mini_json", f"<|tool_call|>[{CALL}]<|/tool_call|>", "", ONE),
+    ("phi4_mini_json", "functools[] and functools [x]", None, []),
+    ("jamba", f"<tool_calls>[{CALL}]</tool_calls>", "", ONE),
+    ("nemotron_json", f"<TOOLCALL>[{CALL}]</TOOLCALL>", "", ONE),
+    ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}", "", ONE * 2),
+    ("llama3_json", f"I ask: {LLAMA} ;\n{CALL} for {{it}}.", "I ask:  for {it}.", ONE * 2),
+    ("llama3_json", '{"name": "Moses"}', None, []),
+    ("llama3_json", '{"name": "f", "parameters": {"a": ', None, []),
+    ("llama3_json", '{"a":[' * 20_000, None, []),
+    ("mistral", f"[TOOL_CALLS][{CALL}, {CALL}]", "", ONE * 2),
+    ("mistral", f"Yes.[TOOL_CALLS]weather[ARGS]{BODY}[TOOL_CALLS]weather{BODY}", "Yes.", ONE * 2),
+    ("mistral", f"[TOOL_CALLS][{CALL}", None, []),
+    ("mistral", f"[TOOL_CALLS]weather[ARGS]{BODY}[TOOL_CALLS]{{", "[TOOL_CALLS]{", ONE),
+    ("deepseek", f"{D['calls begin']}{V3}\n{V3}{D['calls end']}", "\n", ONE * 2),
+    ("deepseek", f"Well.{D['calls begin']}{V31}{D['calls end']}", "Well.", ONE),
+    ("deepseek", f"{D['calls begin']}{V31[:-40]}", None, []),
+    ("kimi_k2", f"So.<|tool_calls_section_begin|>{KIMI}{KIMI}<|tool_calls_section_end|>", "So.", ONE * 2),
+    ("qwen3_coder", f"So:<tool_call>\n{QWEN3}\n</tool_call>\n<tool_call>{QWEN3}</tool_call>", "So:\n", TEXTS * 2),
+    ("qwen3_coder", f"{QWEN3}\n", "\n", TEXTS),
+    ("qwen3_coder", QWEN3.replace("\n</parameter>\n<p", "\n<p"), "", TEXTS),
+    ("qwen3_coder", f"<tool_call>{QWEN3.removesuffix('</function>')}</tool_call>", "", TEXTS),
+    ("qwen3_coder", f"<tool_call>{QWEN3[:-30]}", None, []),
+    ("qwen3_coder", "<tool_call><function=rest>\n</function></tool_call>", "", [("rest", {})]),
+    ("glm45", f"So:<tool_call>{GLM}\n</tool_call>", "So:", TEXTS),
+    ("glm45", "<tool_call>rest\n</tool_call><tool_call>rest</tool_call>", "", [("rest", {})] * 2),
+    ("glm45", f"<tool_call>{GLM[:-30]}", None, []),
+    ("glm45", f"<tool_call>{GLM}", None, []),
+    ("seed_oss", f"<seed:tool_call>{SEED}</seed:tool_call>", "", TEXTS),
+    ("minimax_m2", f"So.<minimax:tool_call>\n{MINIMAX}</invoke>\n</minimax:tool_call>", "So.\n\n", TEXTS),
+    ("minimax_m2", f"<minimax:tool_call>\n{MINIMAX}", None, []),
+    ("step3", f"<｜tool_calls_begin｜>{STEP_CALL}{STEP_CALL}<｜tool_calls_end｜>", "", TEXTS * 2),  # noqa: RUF001
+    ("step3", f"<｜tool_calls_begin｜><｜tool_call_begin｜>{STEP[:-20]}", None, []),  # noqa: RUF001
+    ("pythonic", f"[{PYTHON}, rest()]", "", [*TEXTS, ("rest", {})]),
+    ("pythonic", f"I look [1]: [{PYTHON}] <|python_end|>", "I look [1]:  ", TEXTS),
+    ("pythonic", "[f(a=-1.5e3, b=0x1F, c=(1, 2,), d=(3), e=(4,),)]", "", VALUES),
+    ("pythonic", "[f(a={'b': [None, true], \"c\": {}}, d='\\x41\\n\\u00e9\\'\\d')]", "", NESTED),
+    ("pythonic", '[f(a="""one\n"two"\n""")]', "", [("f", {"a": 'one\n"two"\n'})]),
+    ("pythonic", "[my-app.search(q='}')]", "", [("my-app.search", {"q": "}"})]),
+    ("pythonic", "[weather(city=31000, walls='[1]')]", "", [("weather", {"city": "31000", "walls": [1]})]),
+    *(("pythonic", f"[{text}]", None, []) for text in NO_CALLS),
+    ("pythonic", "[f(a=" * 20_000, None, []),
+    ("pythonic", f"[f(a={'[' * 100_000}", None, []),
+    ("llama3_json", f"[{PYTHON}]", "", TEXTS),
+    ("llama3_json", "as in [f(x=1)]", None, []),
+    ("lfm2", f"So:<|tool_call_start|>[{PYTHON}, rest()]<|tool_call_end|>!", "So:!", [*TEXTS, ("rest", {})]),
+    ("lfm2", f"<|tool_call_start|>[{CALL}]<|tool_call_end|>", "", ONE),
+    ("lfm2", f"<|tool_call_start|>[{PYTHON}", None, []),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(a='<|tool_call_end|>')]<|tool_call_end|>",
+        "",
+        [("f", {"a": "<|tool_call_end|>"})],
+    ),
+    ("olmo3", f"<function_calls>\n{PYTHON}\nrest()\n</function_calls>.", ".", [*TEXTS, ("rest", {})]),
+    ("olmo3", "<function_calls>rest(a=null)\nrest(", "\nrest(", [("rest", {"a": None})]),
+    ("olmo3", '<function_calls>f(a="""' * 20_000, None, []),
+    ("gemma3", f"Well.\n```tool_code\nprint({PYTHON})\n```", "Well.\n", TEXTS),
+    ("gemma3", "```tool_code\nprint(x)\n```", None, []),
+    *((form, "In the beginning { was", None, []) for form in NAMELESS),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "rest", "calls"), READ)
 def test_calls_are_read_and_what_is_malformed_stays_in_the_text(
     form: str, text: str, rest: str | None, calls: list[Any]
 ) -> None:
@@ -285,9 +286,11 @@ def test_arguments_that_are_texts_have_the_types_of_the_tool(llm: LLM) -> None:
     assert vars(stream.output.outputs[0]) == vars(whole)
 
 
-CASES = [
-    (form, text) for form, text, *_ in test_calls_are_read_and_what_is_malformed_stays_in_the_text.pytestmark[0].args[1]
-]
+HARMONY = (
+    "<|channel|>analysis<|message|>The user asks.<|end|><|start|>assistant<|channel|>final<|message|> It rains. <|end|>"
+    f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{BODY}<|call|>"
+)
+CASES = [*((form, text) for form, text, *_ in READ), ("gpt_oss", HARMONY)]
 REPLIES = [
     f"<think>\nRain?\n\nOr <sun>\n</think>\n\n I look. <tool_call>{CALL}</tool_call> Well. ",
     f"I look.\n<tool_call>{CALL}</tool_call>",
@@ -307,15 +310,53 @@ def test_what_is_certain_of_a_part_of_a_reply_stays(form: str | None, text: str,
     choice = ToolChoice(functions={"weather": SCHEMA, "f": {}})
     for reply in (*REPLIES, f"<think>Rain?</think>\n{text}", f"So. {text}", text):
 
-        def read(end: int, reason: str | None, reply: str = reply) -> tuple[str, str]:
+        def read(end: int, reason: str | None, reply: str = reply) -> tuple[str, str, list[ToolCall]]:
             own = CompletionOutput(0, reply[:end], [], finish_reason=reason, stop_reason="x")
             reader.read([RequestOutput("0", "", [1], [own], finished=reason is not None)], choice)
-            return own.reasoning or "", own.content or ""
+            return own.reasoning or "", own.content or "", own.tool_calls or []
 
-        whole = read(len(reply), "stop")
+        *whole, calls = read(len(reply), "stop")
         for end in range(0, len(reply), 1 + len(reply) // 60):
-            for part, final in zip(read(end, None), whole, strict=True):
+            *parts, begun = read(end, None)
+            for part, final in zip(parts, whole, strict=True):
                 assert final.startswith(part), (reply[:end], part, final)
+            for one, final in zip(begun, calls, strict=False):
+                is_open = one is begun[-1]
+                assert one.name == final.name and (is_open or one == final), (reply[:end], begun, calls)
+                written = final.to_dict()["function"]["arguments"]
+                assert written.startswith(certain_arguments(one.arguments)), (reply[:end], begun, calls)
+            assert len(begun) <= len(calls) or len(begun) == 1, "a call that did not end may have been told"
+
+
+FIRST = {"gpt_oss": (HARMONY, ONE[0])} | {
+    form: (text, calls[0]) for form, text, _, calls in reversed(READ) if calls and calls[0] in (*ONE, *TEXTS)
+}
+
+
+@pytest.mark.parametrize("form", sorted(FIRST.keys() - {"gemma3"}))
+def test_calls_are_told_as_they_are_written(form: str) -> None:
+    """JSON by pieces of texts, others argument by argument; Gemma 3's calls stand in another."""
+    text, call = FIRST[form]
+    reader = ReplyReader(None, frozenset(), form, None, None)  # type: ignore[arg-type]
+    choice = ToolChoice(functions={"weather": SCHEMA})
+    begun = [reader._begun(text[:end], choice) for end in range(len(text) + 1)]
+    pieces = {certain_arguments(calls[0][1]) for calls in begun if calls}
+    assert len(pieces) > (10 if call in ONE else 1), pieces
+    assert begun[-1][0] == call
+
+
+def test_what_follows_arguments_that_were_told() -> None:
+    """Also of an argument that is written twice, which has its last value."""
+    for told, arguments in (
+        ("", {"a": 1}),
+        ('{"a": ', {"a": 1}),
+        ('{"a": "x', {"a": "y"}),
+        ('{"a": [1, {"b": "x', {"a": 2}),
+        ('{"a": 12', {"a": "\ud83d\ude00"}),
+    ):
+        assert json.loads(told + rest_of(told, arguments)) == arguments
+    for text, certain in (("a\\", '{"a": "a\\\\'), ("\ud83d", '{"a": "'), ('"}', '{"a": "')):
+        assert certain_arguments({"a": text}) == certain
 
 
 def test_a_stream_tells_what_is_certain(llm: LLM) -> None:
