@@ -13,6 +13,7 @@ from formats_table import overview
 from llm.config.arguments import ARGUMENTS, DIFFERENT, differences
 from llm.models.registry import _FAMILIES
 from llm.quantization import registry
+from llm.tools.serve.options import table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -114,6 +115,12 @@ def differences_of(page: str) -> str:
 def test_the_differences_from_vllm_are_those_of_the_tables() -> None:
     """`python -m llm.config.arguments` prints what belongs between the two comments."""
     assert differences_of((REFERENCE / "differences.md").read_text()) == differences()
+
+
+def test_the_options_of_the_server_are_those_of_the_table() -> None:
+    """`python -m llm.tools.serve.options` prints what belongs between the two comments."""
+    page = (REFERENCE / "differences.md").read_text()
+    assert page.split("<!-- serve -->\n", 1)[1].split("\n<!-- end of serve -->", 1)[0] == table()
 
 
 def test_the_formats_are_those_that_are_registered() -> None:

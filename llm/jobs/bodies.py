@@ -261,16 +261,17 @@ def finish_of_chat(own: CompletionOutput, choice: ToolChoice) -> str | None:
 
 
 def completion_body(output: RequestOutput, key: str, model: str) -> JsonObject:
-    choices = [
-        {
-            "index": own.index,
-            "text": own.text,
-            "logprobs": completion_logprobs(own),
-            "finish_reason": _FINISH.get(own.finish_reason or "", own.finish_reason),
-        }
-        for own in output.outputs
-    ]
+    choices = [completion_choice(own) for own in output.outputs]
     return _body(output, f"cmpl-{key[:24]}", "text_completion", model, choices)
+
+
+def completion_choice(own: CompletionOutput) -> JsonObject:
+    return {
+        "index": own.index,
+        "text": own.text,
+        "logprobs": completion_logprobs(own),
+        "finish_reason": _FINISH.get(own.finish_reason or "", own.finish_reason),
+    }
 
 
 def _body(output: RequestOutput, name: str, kind: str, model: str, choices: list[JsonObject]) -> JsonObject:

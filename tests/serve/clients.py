@@ -6,6 +6,9 @@ Needs `pip install langchain-openai litellm`. What they get is compared with the
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,8 +47,12 @@ def langchain(llm: LLM, url: str) -> None:
     longer = ChatOpenAI(**{**given, "max_tokens": 100})
     for method in ("json_schema", "function_calling"):
         assert isinstance(longer.with_structured_output(King, method=method).invoke("Who?"), King)
-    (call,) = longer.bind_tools([King], tool_choice="any").invoke("Who?").tool_calls
+    bound = longer.bind_tools([King], tool_choice="any")
+    (call,) = bound.invoke("Who?").tool_calls
     assert call["name"] == "King" and King(**call["args"])
+    pieces = list(bound.stream("Who?"))
+    (streamed,) = functools.reduce(operator.add, pieces).tool_calls
+    assert streamed["args"] == call["args"] and len(pieces) > 3
     with open_llm(runner="pooling", convert="embed", max_model_len=64) as own, package.serve(own, port=0) as at:
         embedder = OpenAIEmbeddings(base_url=f"{at}/v1", api_key="none", model="tiny", check_embedding_ctx_length=False)
         texts = ["And", "the king"]
@@ -53,6 +60,7 @@ def langchain(llm: LLM, url: str) -> None:
 
 
 def litellm(llm: LLM, url: str) -> None:
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would ask a server
     import litellm as package
 
     text = llm.chat(ASK, SamplingParams(**SENT), use_tqdm=False)[0].outputs[0].text

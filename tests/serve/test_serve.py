@@ -7,8 +7,10 @@ import contextlib
 import json
 import random
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -34,7 +36,7 @@ from llm.cli import main
 from llm.inputs import LoRARequest
 from llm.outputs import Counter, Gauge, Histogram
 from llm.tools.serve import uvicorn_server
-from llm.tools.serve.app import Endpoint, Limits, Refused, _object, metrics_text
+from llm.tools.serve.app import Endpoint, Limits, Refused, Sites, _object, metrics_text
 
 PROMPT = "In the beginning"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12}
@@ -187,9 +189,11 @@ def test_answers_are_parsed_and_functions_called(client: openai.OpenAI, llm: LLM
     assert call.type == "function" and call.function.name == "weather"
     assert json.loads(call.function.arguments)["city"] in ("Jericho", "Ai")
     with client.chat.completions.stream(**given) as stream:
+        pieces = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
         final = stream.get_final_completion()
     (streamed,) = final.choices[0].message.tool_calls or []
     assert streamed.function.arguments == call.function.arguments and final.choices[0].finish_reason == "tool_calls"
+    assert "".join(piece.arguments_delta for piece in pieces) == call.function.arguments and len(pieces) > 2
 
 
 def test_the_ids_of_calls_are_no_others_of_the_conversation() -> None:
@@ -218,6 +222,61 @@ def test_reasoning_is_streamed_apart_from_content() -> None:
     told = {name: [delta[name] for delta in deltas if delta.get(name)] for name in ("reasoning", "content")}
     assert message["reasoning"] == "Was it Saul, or David?" and message["content"] == "David was the king."
     assert all("".join(parts) == message[name] and len(parts) > 2 for name, parts in told.items()), told
+
+
+def test_what_the_server_says_of_all_requests(llm: LLM) -> None:
+    """Arguments of the chat template, and the usage of streams."""
+    template = "{% for message in messages %}{{ message['content'] }} {{ mood }} {% endfor %}"
+    sent: dict[str, Any] = {"messages": ASK, "max_tokens": 2}
+    with (
+        open_llm(max_model_len=64, chat_template=template) as own,
+        opened(own, chat_template_kwargs={"mood": "indicative"}, tells_usage=True) as inside,
+    ):
+
+        def shown(more: dict[str, Any]) -> str:
+            tokens = inside.post("/tokenize", json={"messages": ASK, **more}).json()["tokens"]
+            used = inside.post("/v1/chat/completions", json={**sent, **more}).json()["usage"]
+            assert used["prompt_tokens"] == len(tokens)
+            return own.get_tokenizer().decode(tokens)
+
+        assert "king? indicative" in shown({})
+        assert "king? imperative" in shown({"chat_template_kwargs": {"mood": "imperative"}})
+        events = inside.post("/v1/chat/completions", json={**sent, "stream": True}).text.split("\n\n")
+    assert json.loads(events[-3].removeprefix("data: "))["usage"]["completion_tokens"] == 2
+    assert events[-2] == "data: [DONE]"
+
+
+def test_pages_of_other_sites(llm: LLM, inside: TestClient) -> None:
+    """CORS: refusals can be read too; without --allowed-origins no page may read anything."""
+    asked = {"Origin": "http://a.example", "Access-Control-Request-Method": "POST"}
+    asked |= {"Access-Control-Request-Headers": "authorization,content-type"}
+    with opened(llm, sites=Sites(("http://a.example",)), api_keys=("k",)) as own:
+        allowed = own.options("/v1/completions", headers=asked)
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "http://a.example"
+        for key, status in (("k", 200), ("x", 401)):
+            headers = {"Origin": "http://a.example", "Authorization": f"Bearer {key}"}
+            found = own.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}, headers=headers)
+            assert found.status_code == status
+            assert found.headers["access-control-allow-origin"] == "http://a.example"
+        other = own.options("/v1/completions", headers={**asked, "Origin": "http://b.example"})
+        assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+    assert inside.options("/v1/completions", headers=asked).status_code == 405
+    found = inside.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}, headers=asked)
+    assert "access-control-allow-origin" not in found.headers
+
+
+def test_a_prompt_that_is_too_long_is_told_what_a_body_can_do(inside: TestClient) -> None:
+    given = {"max_tokens": 2, "temperature": 0}
+    for path, sent in (
+        ("/v1/completions", {"prompt": "the " * 400}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the " * 400}]}),
+    ):
+        found = inside.post(path, json={**given, **sent})
+        said = error_of(found)
+        assert found.json()["error"]["code"] == "context_length_exceeded" and "on_too_long" not in said
+        assert "max_model_len is 256" in said and "send truncate_prompt_tokens" in said
+        cut = inside.post(path, json={**given, **sent, "truncate_prompt_tokens": -1})
+        assert cut.status_code == 200 and cut.json()["usage"]["prompt_tokens"] == 254
 
 
 def test_a_closed_engine_is_told(llm: LLM) -> None:
@@ -635,6 +694,14 @@ def test_options_of_the_command(url: str, capsys: pytest.CaptureFixture[str]) ->
         ("org/model --api-key a b --served_model_name c d", taken),
         ("--api_key a --api-key b --model org/model", taken),
         ("--disable-log-requests --uvicorn-log-level info --response-role assistant --enable_auto_tool_choice", taken),
+        ("--no-enable-log-requests --enable-flash-late-interaction --fingerprint-mode none -asc 1", taken),
+        ("--trust-remote-code org/model --allowed-origins http://a.example --ssl-cert-reqs 0", taken),
+        ("--middleware a.b", "--middleware 'a.b' is refused: no code is loaded"),
+        ("--enable-ssl-refresh", "--enable-ssl-refresh is refused: start the server again"),
+        ("--no-enable-ssl-refresh --api-server-count 2", "--api-server-count '2' is refused: one process serves"),
+        ("--ssl-keyfile a", "--ssl-keyfile must be left out without --ssl-certfile, got 'a'"),
+        ("--ssl-certfile /no/such", "--ssl-certfile '/no/such' cannot be used with its key (No such file"),
+        ("--uds /no/such/socket", "--uds '/no/such/socket' cannot be listened on (No such file"),
         ("--api-key a org/model", "--api-key has several values, of which the last may be the model"),
         ("org/model --model org/other", "--model must be left out"),
         ("--root-path model", "root_path must be a path such as /model, got 'model'"),
@@ -645,8 +712,10 @@ def test_options_of_the_command(url: str, capsys: pytest.CaptureFixture[str]) ->
     ):
         assert main(["serve", "--port", port, *line.split()]) == 1
         assert said in capsys.readouterr().err, line
-    with pytest.raises(SystemExit):
-        main(["serve", "--response-role", "robot"])
+    for line in (["--default-chat-template-kwargs", "[1]"], ["--allowed-origins", "["], ["--allowed-origins", "[1]"]):
+        with pytest.raises(SystemExit):
+            main(["serve", *line])
+        assert "it must be a" in capsys.readouterr().err
 
 
 def test_a_root_path_is_left_out_of_paths(llm: LLM) -> None:
@@ -656,22 +725,55 @@ def test_a_root_path_is_left_out_of_paths(llm: LLM) -> None:
         assert own.get("/x/v1/models", headers={"Authorization": "Bearer k"}).status_code == 200
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_the_command_finishes_what_runs_when_it_is_told_to_end(times: int) -> None:
-    """Told twice, it ends at once."""
+def options_of(transport: str, folder: Path) -> list[str]:
+    """How the command listens: HTTPS, with a certificate of 127.0.0.1, or a Unix socket."""
+    if transport == "uds":
+        return ["--uds", str(folder / "socket")]
+    key, certificate = str(folder / "key.pem"), str(folder / "cert.pem")
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        key,
+        "-out",
+        certificate,
+        "-days",
+        "2",
+    ]
+    made += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(made, check=True, capture_output=True)
+    return ["--ssl-keyfile", key, "--ssl-certfile", certificate]
+
+
+@pytest.mark.parametrize(("times", "transport"), [(1, "https"), (2, "uds")])
+def test_the_command_finishes_what_runs_when_it_is_told_to_end(times: int, transport: str, tmp_path: Path) -> None:
+    """Told twice, it ends at once. It listens on a port with TLS, and on a Unix socket."""
+    if transport == "https" and shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    options = options_of(transport, tmp_path)
     command = [sys.executable, "-m", "llm", "serve", "--port", "0", "--max-model-len", "512", "--max_num_seqs", "4"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
         said = server.stderr.readline()
-        found = re.search(r"tiny is served at (http://127.0.0.1:\d+)/v1; Ctrl-C ends", said)
+        found = re.search(r"tiny is served at (https://127.0.0.1:\d+/v1|the socket .*/socket); Ctrl-C ends", said)
         assert found is not None, said
         sent = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
         sent |= {"max_tokens": 500, "n": 32} if times > 1 else {}  # it is not done when it is told twice
         rest: list[str] = []
+        if transport == "https":
+            verify = ssl.create_default_context(cafile=options[-1])
+            client = httpx.Client(base_url=found[1], verify=verify, timeout=60)
+        else:
+            client = httpx.Client(base_url="http://localhost/v1", transport=httpx.HTTPTransport(uds=options[-1]))
         with (
+            client,
             contextlib.suppress(httpx.RemoteProtocolError),
-            httpx.stream("POST", f"{found[1]}/v1/completions", json=sent, timeout=60) as response,
+            client.stream("POST", "/completions", json=sent, timeout=60) as response,
         ):
             lines = response.iter_lines()
             next(lines)
@@ -681,6 +783,7 @@ def test_the_command_finishes_what_runs_when_it_is_told_to_end(times: int) -> No
             rest += [line for line in lines if line]
         assert (rest[-1:] == ["data: [DONE]"] and '"finish_reason":"length"' in rest[-2]) == (times == 1)
         assert server.wait(60) == 0 and server.stderr.read() == "ended\n"
+        assert not (tmp_path / "socket").exists()
     finally:
         server.kill()
         server.wait()

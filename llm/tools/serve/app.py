@@ -25,10 +25,11 @@ import numpy as np
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llm import __version__
 from llm.async_llm import AsyncLLM
@@ -39,12 +40,20 @@ from llm.calls.chat import ChatOptions, ChatPrompt
 from llm.calls.pooling import PairPrompt, ScoredText
 from llm.engine.pooling_rows import pair_texts
 from llm.engine.prompts import Tokenization, parse_prompt
-from llm.errors import EngineClosedError, LLMError, MissingPackageError, SamplingError, ValidationError
+from llm.errors import (
+    EngineClosedError,
+    LLMError,
+    MissingPackageError,
+    PromptTooLongError,
+    SamplingError,
+    ValidationError,
+)
 from llm.jobs.bodies import (
     chat_body,
     chat_logprobs,
     check_fields,
     completion_body,
+    completion_choice,
     error_code,
     finish_of_chat,
     finite,
@@ -52,9 +61,10 @@ from llm.jobs.bodies import (
 )
 from llm.jobs.requests import POOLING_URLS, URLS, BatchRows, BatchVectors, JobAdapters, RowRequest, Wanted, task_of
 from llm.jobs.rows import check_conversation, row_error
-from llm.outputs import Counter, Histogram, Metric, RequestOutput
+from llm.outputs import CompletionOutput, Counter, Histogram, Metric, RequestOutput
 from llm.pooling_params import PoolingParams
 from llm.sampling_params import RequestOutputKind, SamplingParams
+from llm.text.open_calls import certain_arguments, rest_of
 from llm.text.replies import ToolChoice
 
 logger = logging.getLogger("llm")
@@ -100,6 +110,21 @@ class Limits:
             refuse("timeout", self.seconds, "None or seconds above 0")
 
 
+@dataclass(frozen=True)
+class Sites:
+    """The sites whose pages a browser lets read answers (CORS); without origins none.
+
+    Attributes:
+        origins, methods, headers: names, or "*" for all.
+        credentials: pages may send cookies.
+    """
+
+    origins: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
+
+
 class Refused(Exception):
     """A request ends with this status and one sentence."""
 
@@ -116,9 +141,12 @@ class Refused(Exception):
         return _json(self.body(), self.status, {"Retry-After": str(self.retry)} if self.retry else None)
 
 
+# ASCII, so that half a surrogate pair in a text can be sent.
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
 def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """ASCII, so that half a surrogate pair in a text can be sent."""
-    return Response(json.dumps(value, separators=(",", ":")), status, headers, "application/json")
+    return Response(_encode(value), status, headers, "application/json")
 
 
 def _refusal(error: BaseException) -> Refused:
@@ -129,6 +157,9 @@ def _refusal(error: BaseException) -> Refused:
         return Refused(501, str(error), error_code(error))
     if isinstance(error, EngineClosedError):
         return Refused(503, str(error), "engine_closed", retry=1)
+    if isinstance(error, PromptTooLongError):  # what to do is said as a body can do it
+        what, code = str(error).partition("; ")[0], "context_length_exceeded"
+        return Refused(400, f"{what}; shorten it, or send truncate_prompt_tokens, which keeps a part.", code, "prompt")
     if isinstance(error, ValidationError | SamplingError):
         return Refused(400, str(error), error_code(error), getattr(error, "parameter", None))
     if not isinstance(error, LLMError):
@@ -155,6 +186,8 @@ class Endpoint:
         names: of the model, the first in answers that name none.
         modules: adapters, which are models by their names.
         tool_parser: as `LLM.chat`'s.
+        chat_template_kwargs: those of requests that do not say otherwise.
+        tells_usage: streams that do not ask for it have it too.
         log_requests: bodies are logged, which have the prompts.
         num_running: requests in progress, those that wait included.
     """
@@ -166,6 +199,9 @@ class Endpoint:
     api_keys: tuple[str, ...] = ()
     hosts: frozenset[str] | None = None
     tool_parser: str = "auto"
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    tells_usage: bool = False
+    sites: Sites = Sites()
     log_requests: bool = False
     num_running: int = 0
 
@@ -209,7 +245,11 @@ class Endpoint:
             await asyncio.to_thread(self.engine.shutdown)
 
         handlers = {HTTPException: _told, Exception: _failed}
-        return Guard(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), self)  # type: ignore[arg-type]
+        app = Guard(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), self)  # type: ignore[arg-type]
+        if not self.sites.origins:
+            return app
+        of, credentials = self.sites, self.sites.credentials
+        return CORSMiddleware(app, of.origins, of.methods, of.headers, allow_credentials=credentials)
 
     # What every request goes through.
 
@@ -244,7 +284,7 @@ class Endpoint:
             raise Refused(415, "the content type must be application/json.", "unsupported_media_type")
         most, size, parts = self.limits.body_bytes, 0, []
         try:
-            async with _timeout(self.limits.body_seconds):
+            with _timeout(self.limits.body_seconds):
                 async for part in request.stream():
                     size += len(part)
                     if size > most:
@@ -278,7 +318,7 @@ class Endpoint:
             return self._rows[url].request({"custom_id": "-", "url": url, "body": body})
 
     async def _chat(self, body: JsonObject, url: str) -> object:
-        streams = _Streaming.of(body)
+        streams = _Streaming.of(body, self.tells_usage)
         priority, tools = _priority(body), body.get("tools")
         request, key = self._request(body, url), uuid.uuid4().hex
         check_conversation(request.messages)
@@ -287,7 +327,7 @@ class Endpoint:
             request.chat["add_generation_prompt"],
             request.chat["continue_final_message"],
             tools,
-            request.chat.get("chat_template_kwargs"),
+            self._template_kwargs(request.chat),
             None,
             self.tool_parser,
             body.get("tool_choice"),
@@ -303,8 +343,14 @@ class Endpoint:
         output = await _last(told)
         return _now(chat_body(output, key, model, choice, request.params.logprobs))
 
+    def _template_kwargs(self, given: JsonObject) -> JsonObject | None:
+        own = given.get("chat_template_kwargs")
+        if not self.chat_template_kwargs or not isinstance(own, Mapping | None):
+            return own  # what is none is told later
+        return {**self.chat_template_kwargs, **(own or {})}
+
     async def _completions(self, body: JsonObject, url: str) -> object:
-        streams = _Streaming.of(body)
+        streams = _Streaming.of(body, self.tells_usage)
         echo, priority = body.pop("echo", False), _priority(body)
         check_flag("echo", echo)
         only_prompt = echo and body.get("max_tokens") == 0 and body["max_tokens"] is not False
@@ -444,8 +490,9 @@ class Endpoint:
         check_conversation(body["messages"])
         names = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
         kwargs = {"add_special_tokens": body.get("add_special_tokens", False)}
+        given = {**body, "chat_template_kwargs": self._template_kwargs(body)}
         [prompt] = self.engine.llm.render_chat(
-            body["messages"], tokenization_kwargs=kwargs, **{name: body[name] for name in names if name in body}
+            body["messages"], tokenization_kwargs=kwargs, **{name: given[name] for name in names if name in given}
         )
         return prompt["prompt_token_ids"]
 
@@ -594,26 +641,46 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-@asynccontextmanager
-async def _timeout(seconds: float) -> AsyncIterator[None]:
-    """`asyncio.timeout`, which Python 3.10 lacks."""
-    task, is_late = asyncio.current_task(), False
+class Patience:
+    """`with` it, a task waits so many seconds at most, or `TimeoutError` is raised. Its waits share one timer, which
+    `close` ends.
+    """
 
-    def late() -> None:
-        nonlocal is_late
-        is_late = True
-        if task is not None:
-            task.cancel()
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._loop, self._task = seconds, asyncio.get_running_loop(), asyncio.current_task()
+        self._since: float | None = None  # None: it does not wait
+        self._is_late = False
+        self._timer = self._loop.call_later(seconds, self._check)
 
-    handle = asyncio.get_running_loop().call_later(seconds, late)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if is_late:
+    def __enter__(self) -> None:
+        self._since = self._loop.time()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._since = None
+        if self._is_late and isinstance(error, asyncio.CancelledError):
             raise TimeoutError from None
-        raise
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        left = self._seconds if self._since is None else self._since + self._seconds - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._check)
+        elif self._task is not None:
+            self._is_late = True
+            self._task.cancel()
+
+
+@contextmanager
+def _timeout(seconds: float) -> Iterator[None]:
+    """`asyncio.timeout`, which Python 3.10 lacks."""
+    patience = Patience(seconds)
+    try:
+        with patience:
+            yield
     finally:
-        handle.cancel()
+        patience.close()
 
 
 async def _together(work: Sequence[Awaitable[T]]) -> list[T]:
@@ -803,12 +870,12 @@ class _Streaming:
     always_usage: bool = False
 
     @classmethod
-    def of(cls, body: JsonObject) -> _Streaming | None:
+    def of(cls, body: JsonObject, tells_usage: bool) -> _Streaming | None:
         """Takes `stream` and `stream_options` out of the body; None: it asks for no stream."""
         streams, options = body.pop("stream", False), body.pop("stream_options", None)
         check_flag("stream", streams)
         if options is None:
-            return cls() if streams else None
+            return cls(tells_usage) if streams else None
         if not streams:
             raise ValidationError(
                 "stream_options must be left out where stream is not true.", parameter="stream_options"
@@ -821,17 +888,18 @@ class _Streaming:
         given = [options.get(name) or False for name in names[:2]]
         for name, value in zip(names, given, strict=False):
             check_flag(f"stream_options.{name}", value)
-        return cls(*given)
+        return cls(given[0] or tells_usage, given[1])
 
 
-Events = AsyncGenerator[JsonObject, None]
+# What is sent together: the events of one output. `None` after the last one: the stream ends.
+Events = AsyncGenerator[list[JsonObject | None], None]
 
 
 @dataclass
 class _Begun:
-    """A stream whose first event is there: what is wrong with its request has been told."""
+    """A stream whose first events are there: what is wrong with its request has been told."""
 
-    first: JsonObject
+    first: list[JsonObject | None]
     rest: Events
 
     @classmethod
@@ -859,8 +927,8 @@ class EventStream(Response):
             try:
                 await _while_there(self._send(send), receive, self._end)
             except Refused as refused:
-                await self._put(send, refused.body())
-            await self._bounded(send({"type": "http.response.body", "body": b"", "more_body": False}))
+                with _timeout(self._seconds):
+                    await send(_part([refused.body(), None]))
         except OSError:  # the client has gone, or (TimeoutError) takes nothing
             pass
         finally:
@@ -870,28 +938,31 @@ class EventStream(Response):
                 self._place.leave()
 
     async def _send(self, send: Send) -> None:
-        async with aclosing(self._events()) as events:
-            async for event in events:
-                await self._put(send, event)
-        await self._bounded(send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True}))
+        """Raises `TimeoutError` where the client does not take what there is."""
+        patience = Patience(self._seconds)
+        try:
+            async with aclosing(self._events()) as events:
+                async for together in events:
+                    with patience:
+                        await send(_part(together))
+        finally:
+            patience.close()
 
     async def _events(self) -> Events:
         """All of them; an error is the last."""
         yield self._begun.first
         try:
-            async for event in self._begun.rest:
-                yield event
+            async for together in self._begun.rest:
+                yield together
         except Exception as error:
-            yield _refusal(error).body()
+            yield [_refusal(error).body(), None]
 
-    async def _put(self, send: Send, event: JsonObject) -> None:
-        data = json.dumps(event, separators=(",", ":")).encode()
-        await self._bounded(send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}))
 
-    async def _bounded(self, sent: Awaitable[None]) -> None:
-        """Raises `TimeoutError` where the client does not take what there is."""
-        async with _timeout(self._seconds):
-            await sent
+def _part(together: Sequence[JsonObject | None]) -> Message:
+    """A part of the response's body."""
+    lines = ["data: [DONE]" if event is None else f"data: {_encode(event)}" for event in together]
+    data = "\n\n".join([*lines, ""]).encode()
+    return {"type": "http.response.body", "body": data, "more_body": together[-1] is not None}
 
 
 async def _merged(told: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -959,67 +1030,89 @@ class Chunks:
         prompt, generated = (sum(pair[side] for pair in self.counts.values()) for side in (0, 1))
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
-    def last(self) -> Iterator[JsonObject]:
-        if self.streams.usage:
-            yield {**self.event([]), "usage": self.usage()}
+    def last(self) -> list[JsonObject | None]:
+        return [{**self.event([]), "usage": self.usage()}, None] if self.streams.usage else [None]
+
+
+@dataclass
+class _Told:
+    """What events have said of a choice: characters of reasoning and content, tokens with logprobs, the arguments of
+    each call.
+    """
+
+    reasoning: int = 0
+    content: int = 0
+    tokens: int = 0
+    calls: list[str] = field(default_factory=list)
 
 
 class ChatChunks(Chunks):
-    """Of a chat: the role, what is new of `reasoning` and `content`, calls whole at the end, the reason of the end."""
+    """Of a chat: the role, what is new of `reasoning`, `content` and `tool_calls`, the reason of the end."""
 
     def __init__(self, key: str, model: str, streams: _Streaming, choice: ToolChoice, num_logprobs: int | None) -> None:
         super().__init__(key, model, streams, "chat.completion.chunk")
         self._choice, self._num_logprobs = choice, num_logprobs
 
     async def of(self, told: AsyncGenerator[RequestOutput, None]) -> Events:
-        sent: dict[int, tuple[int, int, int]] = {}  # characters of reasoning and content, tokens with logprobs
+        sent: dict[int, _Told] = {}
         ended: set[int] = set()
         async with aclosing(told):
             async for output in told:
                 self.count(0, output)
+                together: list[JsonObject | None] = []
                 choices = []
                 for own in output.outputs:
                     if own.index in ended:
                         continue
                     if own.index not in sent:
-                        sent[own.index] = (0, 0, 0)
-                        yield self.event([self._choice_of(own.index, {"role": "assistant", "content": ""})])
-                    reasoning, content = own.reasoning or "", own.text if own.content is None else own.content
-                    of_reasoning, of_content, of_tokens = sent[own.index]
-                    delta: JsonObject = {}
-                    if len(reasoning) > of_reasoning:
-                        delta["reasoning"] = reasoning[of_reasoning:]
-                    if len(content) > of_content:
-                        delta["content"] = content[of_content:]
+                        sent[own.index] = _Told()
+                        together.append(self.event([_choice_of(own.index, {"role": "assistant", "content": ""})]))
                     is_last = own.finish_reason is not None
-                    if is_last and own.tool_calls:
-                        delta["tool_calls"] = [
-                            {"index": index, **call.to_dict()} for index, call in enumerate(own.tool_calls)
-                        ]
+                    before = sent[own.index]
+                    delta = _new(own, before, is_last)
                     if not delta and not is_last:
                         continue
                     scored = None
                     if own.logprobs is not None:
-                        part = dataclasses.replace(own, logprobs=own.logprobs[of_tokens:])
-                        scored, of_tokens = chat_logprobs(part, self._num_logprobs), len(own.logprobs)
-                    sent[own.index] = (
-                        max(of_reasoning, len(reasoning)),
-                        max(of_content, len(content)),
-                        of_tokens,
-                    )
+                        part = dataclasses.replace(own, logprobs=own.logprobs[before.tokens :])
+                        scored, before.tokens = chat_logprobs(part, self._num_logprobs), len(own.logprobs)
                     reason = finish_of_chat(own, self._choice) if is_last else None
-                    choices.append(self._choice_of(own.index, delta, scored, reason))
+                    choices.append(_choice_of(own.index, delta, scored, reason))
                     if is_last:
                         ended.add(own.index)
-                if choices:
-                    yield self.event(choices)
-        for event in self.last():
-            yield event
+                together += [*([self.event(choices)] if choices else []), *(self.last() if output.finished else [])]
+                if together:
+                    yield together
 
-    def _choice_of(
-        self, index: int, delta: JsonObject, scored: JsonObject | None = None, reason: str | None = None
-    ) -> JsonObject:
-        return {"index": index, "delta": delta, "logprobs": scored, "finish_reason": reason}
+
+def _choice_of(
+    index: int, delta: JsonObject, scored: JsonObject | None = None, reason: str | None = None
+) -> JsonObject:
+    return {"index": index, "delta": delta, "logprobs": scored, "finish_reason": reason}
+
+
+def _new(own: CompletionOutput, told: _Told, is_last: bool) -> JsonObject:
+    """The delta of a choice, which `told` has from then on."""
+    delta: JsonObject = {}
+    reasoning, content = own.reasoning or "", own.text if own.content is None else own.content
+    if len(reasoning) > told.reasoning:
+        delta["reasoning"], told.reasoning = reasoning[told.reasoning :], len(reasoning)
+    if len(content) > told.content:
+        delta["content"], told.content = content[told.content :], len(content)
+    pieces = []
+    calls = own.tool_calls or []
+    for place, call in enumerate(calls):
+        is_open = not is_last and place == len(calls) - 1
+        before = told.calls[place] if place < len(told.calls) else ""
+        text = certain_arguments(call.arguments) if is_open else before + rest_of(before, call.arguments)
+        if place == len(told.calls):
+            whole = call.to_dict()
+            pieces.append({"index": place, **whole, "function": {**whole["function"], "arguments": text}})
+            told.calls.append(text)
+        elif len(text) > len(before) and text.startswith(before):
+            pieces.append({"index": place, "function": {"arguments": text[len(before) :]}})
+            told.calls[place] = text
+    return {**delta, "tool_calls": pieces} if pieces else delta
 
 
 class TextChunks(Chunks):
@@ -1032,9 +1125,11 @@ class TextChunks(Chunks):
     async def of(self, told: Sequence[AsyncGenerator[RequestOutput, None]]) -> Events:
         sent: dict[int, tuple[int, int]] = {}  # characters and tokens of each choice
         ended: set[int] = set()
+        left = len(told)
         async with aclosing(_merged(told)) as outputs:  # type: ignore[type-var]
             async for place, output in outputs:
                 self.count(place, output)
+                left -= output.finished
                 choices = []
                 for own in output.outputs:
                     index = place * self._n + own.index
@@ -1044,7 +1139,7 @@ class TextChunks(Chunks):
                     characters, tokens = sent.get(index, (0, 0))
                     if index in sent and len(own.text) == characters and not is_last:
                         continue
-                    whole = completion_body(dataclasses.replace(output, outputs=[own]), "", "")["choices"][0]
+                    whole = completion_choice(own)
                     found = whole["logprobs"]
                     ready = tokens
                     if found is not None:
@@ -1057,10 +1152,9 @@ class TextChunks(Chunks):
                     choices.append(choice)
                     if is_last:
                         ended.add(index)
-                if choices:
-                    yield self.event(choices)
-        for event in self.last():
-            yield event
+                together = [*([self.event(choices)] if choices else []), *([] if left else self.last())]
+                if together:
+                    yield together
 
 
 def _told_tokens(text: str, scored: JsonObject) -> int:

@@ -6,7 +6,9 @@ uvicorn speaks HTTP. SIGTERM and Ctrl-C let what runs finish, and end then; a se
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import ipaddress
+import json
 import re
 import socket
 import sys
@@ -19,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 from llm.base.checks import check_integer, refuse
 from llm.base.command_line import add_engine_flags, add_lora_modules, engine_arguments, lora_modules_of
 from llm.base.optional import optional_package
-from llm.base.types import Commands
+from llm.base.text import show
+from llm.base.types import Commands, JsonObject
 from llm.errors import LLMError, ValidationError
+from llm.tools.serve.options import add_options, check_options
 
 if TYPE_CHECKING:
     from llm.llm import LLM
@@ -29,20 +33,7 @@ if TYPE_CHECKING:
 HOST, PORT = "127.0.0.1", 8000
 _DRAIN_SECONDS = 120
 _KEY_LETTERS = re.compile(r"[!-~]+")
-# Options of `vllm serve` that ask for what is here anyway -> their values; None: any; (): they have none.
-_TAKEN: Mapping[str, tuple[str, ...] | None] = {
-    "--disable-log-requests": (),
-    "--no-enable-log-requests": (),
-    "--disable-uvicorn-access-log": (),
-    "--disable-fastapi-docs": (),
-    "--disable-frontend-multiprocessing": (),
-    "--enable-auto-tool-choice": (),
-    "--uvicorn-log-level": None,
-    "--chat-template-content-format": ("auto",),
-    "--response-role": ("assistant",),
-    "--api-server-count": ("1",),
-}
-_KEY = "with api_key=, or insecure=True to let everybody in who can reach it"
+_KEY = "with an API key (--api-key, api_key=), or with insecure to let everybody in who can reach it"
 
 
 @contextmanager
@@ -129,8 +120,6 @@ def _endpoint(
     modules: Mapping[str, str | Path] | None,
     keys: tuple[str, ...],
     limits: Limits,
-    tool_parser: str = "auto",
-    log_requests: bool = False,
 ) -> Endpoint:
     from llm.async_llm import AsyncLLM
     from llm.tools.serve.app import Endpoint
@@ -138,7 +127,7 @@ def _endpoint(
     # Without a key, a name is all that tells a page of this machine from one of another site.
     hosts = frozenset({"localhost", "127.0.0.1", "::1", host.lower()}) if _is_own(host) and not keys else None
     given = {name: str(path) for name, path in (modules or {}).items()}
-    return Endpoint(AsyncLLM(llm), names, given, limits, keys, hosts, tool_parser, log_requests)
+    return Endpoint(AsyncLLM(llm), names, given, limits, keys, hosts)
 
 
 def _names(given: str | Sequence[str] | None, llm: LLM) -> tuple[str, ...]:
@@ -178,9 +167,26 @@ def _listen(host: str, port: int, has_key: bool, insecure: bool) -> socket.socke
         raise ValidationError(message, parameter="port", value=port) from error
 
 
-def url_of(listener: socket.socket) -> str:
+def _listen_at(path: str) -> socket.socket:
+    """A Unix socket, which who may open the file may use. Raises `ValidationError` where it cannot be made."""
+    listener = None
+    try:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen(2048)
+    except (OSError, AttributeError) as error:  # AttributeError: the system has none
+        if listener is not None:
+            listener.close()
+        reason = getattr(error, "strerror", None) or error
+        message = f"--uds {show(path)} cannot be listened on ({reason}); choose a path where nothing is."
+        raise ValidationError(message, parameter="uds", value=path) from error
+    return listener
+
+
+def url_of(listener: socket.socket, has_tls: bool = False) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if has_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 @contextmanager
@@ -188,7 +194,7 @@ def _running(endpoint: Endpoint, listener: socket.socket) -> Iterator[None]:
     """The server in a thread."""
     from llm.tools.serve.uvicorn_server import server_of
 
-    server = server_of(endpoint.app(), "", _DRAIN_SECONDS)
+    server = server_of(endpoint.app(), "", _DRAIN_SECONDS, {})
     thread = threading.Thread(target=server.run, args=([listener],), name="llm-serve", daemon=True)
     thread.start()
     try:
@@ -233,11 +239,53 @@ def add_command(commands: Commands) -> None:
     about = "how the model writes tool calls (default: as its chat template says)"
     _add(command, "--tool-call-parser", default="auto", metavar="FORM", help=about)
     _add(command, "--enable-log-requests", action="store_true", help="log bodies, prompts included")
-    for option, choices in _TAKEN.items():
-        more: dict[str, Any] = {"action": "store_true"} if choices == () else {"choices": choices}
-        _add(command, option, dest="taken", help=argparse.SUPPRESS, **more)
+    _add(command, "--enable-force-include-usage", action="store_true", help="tell the usage in every stream")
+    about = "JSON, for the chat template, where requests do not say otherwise"
+    _add(command, "--default-chat-template-kwargs", type=_json_object, default={}, metavar="JSON", help=about)
+    _add_transport(command)
+    for name in ("enable-log-requests", "enable-force-include-usage", "allow-credentials"):
+        _add(command, f"--no-{name}", dest=name.replace("-", "_"), action="store_false", help=argparse.SUPPRESS)
+    add_options(command)
     add_lora_modules(command)
     add_engine_flags(command)
+
+
+def _add_transport(command: argparse.ArgumentParser) -> None:
+    """TLS, pages of other sites, and a socket in the file system."""
+    _add(command, "--uds", metavar="PATH", help="listen on a Unix socket, and on no port")
+    _add(command, "--ssl-keyfile", metavar="FILE", help="the key of --ssl-certfile")
+    _add(command, "--ssl-certfile", metavar="FILE", help="speak HTTPS with this certificate")
+    _add(command, "--ssl-ca-certs", metavar="FILE", help="who signs the certificates of clients")
+    about = "of clients: 0, none is asked for; 1, one may be sent; 2, one must be sent (default: 0)"
+    _add(command, "--ssl-cert-reqs", type=int, choices=(0, 1, 2), default=0, help=about)
+    _add(command, "--ssl-ciphers", metavar="NAMES", help="of TLS 1.2")
+    about = 'the pages of which sites may read answers: "*", a URL, or JSON of several (default: none)'
+    _add(command, "--allowed-origins", type=_listed, default=(), metavar="URLS", help=about)
+    about = "the same of their methods and headers (default: all)"
+    _add(command, "--allowed-methods", type=_listed, default=("*",), metavar="NAMES", help=about)
+    _add(command, "--allowed-headers", type=_listed, default=("*",), metavar="NAMES", help=argparse.SUPPRESS)
+    _add(command, "--allow-credentials", action="store_true", help="they may send cookies")
+
+
+def _json_object(text: str) -> JsonObject:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"it must be a JSON object, got {show(text)}")
+    return found
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    """A name, or JSON of several."""
+    try:
+        found = json.loads(text) if text.startswith("[") else [text]
+    except ValueError:
+        found = []
+    if not found or not all(isinstance(name, str) and name for name in found):
+        raise argparse.ArgumentTypeError(f"it must be a name, or a JSON list of names, got {show(text)}")
+    return tuple(found)
 
 
 def _add(command: argparse.ArgumentParser, *options: str, **more: Any) -> None:
@@ -261,16 +309,38 @@ def _model_of(args: argparse.Namespace) -> str | None:
     return args.named_model if args.model is None else args.model
 
 
+def _tls(args: argparse.Namespace) -> JsonObject:
+    """uvicorn's settings of TLS; {}: there is none. Raises `ValidationError` for files that cannot be used."""
+    if args.ssl_certfile is None:
+        for option in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers"):
+            if getattr(args, option) is not None:
+                refuse(f"--{option.replace('_', '-')}", getattr(args, option), "left out without --ssl-certfile")
+        return {}
+    names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    from llm.tools.serve.uvicorn_server import check_tls
+
+    try:
+        check_tls(given)
+    except OSError as error:  # `ssl.SSLError` is one
+        message = f"--ssl-certfile {show(args.ssl_certfile)} cannot be used with its key ({error.strerror or error})."
+        raise ValidationError(message, parameter="ssl_certfile") from error
+    return given
+
+
 def _serve(args: argparse.Namespace) -> int:
+    check_options(args)
     model, keys = _model_of(args), _keys_of([key for given in args.api_key for key in given])
     given_names = [name for given in args.served_model_name for name in given]
     limits = _limits(args.max_body_bytes, args.max_waiting, args.timeout)
     check_integer("shutdown_timeout", args.shutdown_timeout, 0)
     if not re.fullmatch(r"(/[!-~]*[!-.0-~])?", args.root_path):
         refuse("root_path", args.root_path, "a path such as /model")
-    listener = _listen(args.host, args.port, bool(keys), args.insecure)
+    tls = _tls(args)
+    listener = _listen(args.host, args.port, bool(keys), args.insecure) if args.uds is None else _listen_at(args.uds)
     try:
         from llm.llm import EMBEDDED_MODEL, LLM
+        from llm.tools.serve.app import Sites
         from llm.tools.serve.uvicorn_server import server_of
 
         modules, given = lora_modules_of(args), engine_arguments(args)
@@ -278,13 +348,21 @@ def _serve(args: argparse.Namespace) -> int:
             given.setdefault("enable_lora", True)
         with LLM(EMBEDDED_MODEL if model is None else model, **given) as llm:
             names = _names(given_names or model, llm)
-            endpoint = _endpoint(
-                *(llm, args.host, names, modules, keys, limits), *(args.tool_call_parser, args.enable_log_requests)
+            endpoint = dataclasses.replace(
+                _endpoint(llm, args.host, names, modules, keys, limits),
+                tool_parser=args.tool_call_parser,
+                chat_template_kwargs=args.default_chat_template_kwargs,
+                tells_usage=args.enable_force_include_usage,
+                sites=Sites(args.allowed_origins, args.allowed_methods, args.allowed_headers, args.allow_credentials),
+                log_requests=args.enable_log_requests,
             )
-            server = server_of(endpoint.app(), args.root_path, args.shutdown_timeout)
-            print(f"{names[0]} is served at {url_of(listener)}/v1; Ctrl-C ends", file=sys.stderr, flush=True)
+            server = server_of(endpoint.app(), args.root_path, args.shutdown_timeout, tls)
+            at = f"{url_of(listener, bool(tls))}/v1" if args.uds is None else f"the socket {args.uds}"
+            print(f"{names[0]} is served at {at}; Ctrl-C ends", file=sys.stderr, flush=True)
             server.run([listener])
             print("ended", file=sys.stderr)
     finally:
         listener.close()
+        if args.uds is not None:
+            Path(args.uds).unlink(missing_ok=True)
     return 0

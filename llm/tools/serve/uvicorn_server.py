@@ -12,10 +12,13 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
+from uvicorn.config import create_ssl_context
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
+
+    from llm.base.types import JsonObject
 
 HEADER_BYTES = 64 << 10
 HEADER_SECONDS = 20.0  # within which a request's headers must have come
@@ -77,8 +80,22 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def server_of(app: ASGIApp, root_path: str, drain_seconds: int) -> Server:
-    """`drain_seconds`: of what runs when it is to end."""
+def check_tls(tls: JsonObject) -> None:
+    """Raises `OSError` for settings of TLS that cannot be used."""
+    config = uvicorn.Config(None, log_level="error", **tls)  # type: ignore[arg-type]
+    create_ssl_context(
+        keyfile=config.ssl_keyfile,
+        certfile=config.ssl_certfile,  # type: ignore[arg-type]
+        password=None,
+        ssl_version=config.ssl_version,
+        cert_reqs=config.ssl_cert_reqs,
+        ca_certs=config.ssl_ca_certs,
+        ciphers=config.ssl_ciphers,
+    )
+
+
+def server_of(app: ASGIApp, root_path: str, drain_seconds: int, tls: JsonObject) -> Server:
+    """`drain_seconds`: of what runs when it is to end. `tls`: uvicorn's settings that begin with ssl_."""
     config = uvicorn.Config(
         app,
         http=Connection,  # uvicorn's faster parser, if it is installed, has no limit on headers
@@ -89,5 +106,6 @@ def server_of(app: ASGIApp, root_path: str, drain_seconds: int) -> Server:
         root_path=root_path,
         timeout_graceful_shutdown=drain_seconds,
         ws="none",
+        **tls,
     )
     return Server(config)
