@@ -28,6 +28,7 @@ KERNELS = {
         *("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_and_mul_sparse"),
     ),
     "moe": ("select_experts", "experts"),
+    "recurrent": ("causal_conv1d", "gated_delta_rule", "selective_scan", "mamba2_scan"),
     "vocabulary": ("log_softmax", "argmax", "gather_logprobs", "block_sums", "draw_nucleus"),
 }
 # Operations of PyTorch that compute an element from those at its place, or sum in one order along a row of fixed

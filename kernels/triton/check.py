@@ -23,7 +23,7 @@ import torch
 
 import triton
 from llm.base import system
-from llm.forward import AttentionMetadata, KVCacheSpec, LatentCacheSpec
+from llm.forward import AttentionMetadata, KVCacheSpec, LatentCacheSpec, RecurrentMetadata
 from llm.kernels.backend import Operation, definition
 from llm.kernels.lora import LoraTerm, LoraTerms
 from llm.kernels.reference import attention as attention_definition
@@ -199,6 +199,63 @@ def _experts() -> Iterator[Case]:
     yield Case("without a gate", args, rows=(0, 1, 2))
 
 
+def of_states(rows: Sequence[tuple[int, int, int]], stored: Sequence[int] | None = None) -> RecurrentMetadata:
+    """Batch rows (slot, tokens of earlier steps, tokens of this one); the stored states see so many of the latter."""
+    slots, done, counts = ([*column] for column in zip(*rows, strict=True))
+    lengths = [before + count for before, count in zip(done, counts, strict=True)]
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    seen = None if stored is None else torch.tensor(stored, dtype=torch.int32)
+    sizes = torch.tensor(lengths, dtype=torch.int32)
+    return RecurrentMetadata(torch.tensor(slots), starts, sizes, counts, lengths, stored=seen)
+
+
+# 23 tokens: a number that no other size is.
+_STATES = {
+    "rows": of_states([(2, 0, 3), (0, 5, 1), (3, 9, 18), (1, 0, 1)]),
+    "drafts": of_states([(1, 4, 4), (3, 0, 2), (0, 7, 17)], [2, 0, 17]),
+}
+
+
+def _recurrent(name: str) -> Iterator[Case]:
+    for label, rows in _STATES.items():
+        for case in _RECURRENT[name]():
+            yield case._replace(label=f"{case.label}, {label}", args=(*case.args, rows), changed=(len(case.args) - 1,))
+
+
+def _convolutions() -> Iterator[Case]:
+    for taps, bias, kwargs in ((4, torch.randn(300), {"activation": "silu"}), (2, None, {}), (21, None, {})):
+        yield Case(f"{taps} taps", (torch.randn(23, 300), torch.randn(300, taps), bias, torch.randn(5, 300, taps - 1)),
+                   kwargs)  # fmt: skip
+
+
+def _delta_rules() -> Iterator[Case]:
+    for label, decay in (("of a head", torch.randn(23, 2)), ("of each row", torch.randn(23, 2, 20))):
+        keys, values = torch.randn(2, 23, 1, 20), torch.randn(23, 2, 35)
+        yield Case(label, (*keys, values, decay, torch.randn(23, 2), -torch.rand(2), torch.randn_like(decay[0]),
+                   torch.randn(5, 2, 20, 35)), {"beta_scale": 2.0})  # fmt: skip
+
+
+def _selective_scans() -> Iterator[Case]:
+    x, dt, gate = torch.randn(3, 23, 150)
+    for label, own in (("gate", gate), ("no gate", None)):
+        yield Case(label, (x, dt, -torch.rand(5, 150), *torch.randn(2, 23, 5), torch.randn(150),
+                   None if own is None else torch.randn(150), own, torch.randn(4, 5, 150)))  # fmt: skip
+
+
+def _mamba2_scans() -> Iterator[Case]:
+    for label, d in (("of a head", torch.randn(4)), ("of a channel", torch.randn(4 * 35))):
+        yield Case(label, (torch.randn(23, 4 * 35), torch.randn(23, 4), -torch.rand(4), *torch.randn(2, 23, 2 * 7), d,
+                   torch.randn(4), torch.randn(4, 4, 7, 35)), {"dt_limit": (0.1, 0.9)})  # fmt: skip
+
+
+_RECURRENT: dict[str, Callable[[], Iterator[Case]]] = {
+    "causal_conv1d": _convolutions,
+    "gated_delta_rule": _delta_rules,
+    "selective_scan": _selective_scans,
+    "mamba2_scan": _mamba2_scans,
+}
+
+
 def _lora(is_lookup: bool) -> Iterator[Case]:
     pack = linear_definition.pack
     down = torch.randn(50, 4) if is_lookup else torch.randn(4, 50)
@@ -228,6 +285,7 @@ def _cases(name: str) -> Iterator[Case]:
         "experts": _experts,
         "lora": lambda: _lora(False),
         "lora_embedding": lambda: _lora(True),
+        **{one: partial(_recurrent, one) for one in _RECURRENT},
     }
     plain: dict[str, list[Case]] = {
         "kv_cache_shapes": [Case("int8", (KVCacheSpec(2, 24, torch.int8), 3, 16))],
@@ -290,6 +348,7 @@ def _difference(name: str, operation: Operation, case: Case, device: torch.devic
     there = [_moved(item, device) for item in narrow]
     kwargs = {key: _moved(value, device) for key, value in case.kwargs.items()}
     here = [_moved(_as_type(item, torch.float32, at in case.changed), None) for at, item in enumerate(narrow)]
+    states = {at: there[at].clone() for at in case.changed}
     got = operation(*there, **kwargs)
     want = definition(name)(*here, **case.kwargs)
     pairs = list(zip(_tensors(got), _tensors(want), strict=True))
@@ -300,6 +359,10 @@ def _difference(name: str, operation: Operation, case: Case, device: torch.devic
     has_rows = any(isinstance(item, AttentionMetadata) for item in there)
     if has_rows and not all(torch.equal(*pair) for pair in _rows_alone(operation, there, kwargs, got)):
         return "a row alone, or its last token, has other bits than in a batch"
+    if isinstance(there[-1], RecurrentMetadata):
+        pairs = _rows_of_states(operation, there, kwargs, got, case.changed[0], states)
+        if not all(torch.equal(*pair) for pair in pairs):
+            return "a row alone, in one step or in two, has other bits than in a batch"
     if case.rows:
         again = [item.clone() if isinstance(item, torch.Tensor) else item for item in there]
         if name.startswith("lora"):
@@ -328,6 +391,36 @@ def _rows_alone(
             own = AttentionMetadata(table, metadata.slot_mapping, starts, sizes, _BLOCK_SIZE, [some], [length])
             given = [own if i == at else item[part] if i in inputs else item for i, item in enumerate(args)]
             yield operation(*given, **kwargs), got[part]
+
+
+def _rows_of_states(
+    operation: Operation,
+    args: Sequence[Any],
+    kwargs: Mapping[str, object],
+    got: torch.Tensor,
+    at: int,
+    states: Mapping[int, torch.Tensor],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(what a row has alone, in one step or in two; the same of the batch): results and states. `states`: args[at] as
+    it was before the batch."""
+    metadata, first, pairs = args[-1], 0, []
+    stored = metadata.query_lens_list if metadata.stored is None else metadata.stored.tolist()
+    for slot, count, length, seen in zip(
+        metadata.slots.tolist(), metadata.query_lens_list, metadata.seq_lens_list, stored, strict=True
+    ):
+        for cut in {0, count // 2} if seen == count else {0}:
+            state, results = states[at].clone(), []
+            for start, end in ((0, cut), (cut, count)) if cut else ((0, count),):
+                part = slice(first + start, first + end)
+                own = of_states([(slot, length - count + start, end - start)], None if seen == count else [seen])
+                given = [
+                    item[part] if isinstance(item, torch.Tensor) and len(item) == len(got) else item for item in args
+                ]
+                given[at], given[-1] = state, _moved(own, got.device)
+                results.append(operation(*given, **kwargs))
+            pairs += [(torch.cat(results), got[first : first + count]), (state[slot], args[at][slot])]
+        first += count
+    return pairs
 
 
 def _error(own: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> str:
@@ -365,9 +458,9 @@ def _moved(item: Any, device: torch.device | None) -> Any:
     if isinstance(item, Weight):
         fields = {key: _moved(value, device) for key, value in vars(item).items() if isinstance(value, torch.Tensor)}
         return replace(item, **fields)
-    if isinstance(item, AttentionMetadata):
+    if isinstance(item, AttentionMetadata | RecurrentMetadata):
         fields = {key: _moved(value, device) for key, value in vars(item).items() if isinstance(value, torch.Tensor)}
-        return replace(item, plan=None, **fields)
+        return replace(item, **fields) if isinstance(item, RecurrentMetadata) else replace(item, plan=None, **fields)
     if isinstance(item, ExpertWeights):
         parts = (tuple(_moved(one, device) for one in each) for each in (item.gate_up, item.down))
         return ExpertWeights(*parts)

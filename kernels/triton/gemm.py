@@ -570,7 +570,7 @@ def together(weights: Sequence[Weight]) -> Together | None:
     """None: they are not of one form, or not on one device."""
     first = weights[0]
 
-    def form(weight: Weight) -> tuple[Any, ...]:
+    def form(weight: Weight) -> tuple[object, ...]:
         parts = [part if part is None else (part.dtype, part.device, part.stride()) for part in _parts(weight)]
         own = (weight.activations, weight.input_scale, weight.input_offset, weight.rotation)
         return weight.kind, weight.n, weight.k, weight.group_size, *own, *parts

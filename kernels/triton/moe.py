@@ -36,7 +36,8 @@ def select_experts(
     """See `kernels/reference/experts.py`."""
     check_routing(logits.shape[-1], top_k, scoring, bias, groups, topk_groups)
     logits = logits.float()
-    scores = log_softmax(logits).exp() if scoring == "softmax" else logits.sigmoid()
+    # PyTorch's sigmoid has other bits for the last values of a tensor where the interpreter runs, on a CPU.
+    scores = log_softmax(logits).exp() if scoring == "softmax" else 1.0 / (1.0 + (-logits).exp())
     return chosen_by(scores, top_k, renormalize, bias, groups, topk_groups, scale)
 
 

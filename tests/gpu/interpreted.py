@@ -34,6 +34,13 @@ CPU = torch.device("cpu")
 EVERY = [(name, case) for name in kernel_names() for case in check.cases(name)]
 # Where bfloat16 goes another way than float32.
 NARROW = {"linear", "paged_attention", "add_rms_norm", "silu_and_mul", "rotary_embedding", "experts", "heads_linear"}
+# Of these in float32.
+RECURRENT = {
+    "causal_conv1d": "4 taps",
+    "gated_delta_rule": "of each row",
+    "selective_scan": "gate",
+    "mamba2_scan": "of a channel",
+}
 QUICK = {("paged_attention", "sinks")}
 
 
@@ -42,6 +49,7 @@ def of_types() -> Iterator[Any]:
         for dtype in (torch.float32, torch.bfloat16):
             is_quick = dtype == torch.float32 or (name in NARROW and name not in ("paged_attention", "linear"))
             is_quick |= (name, case.label) in QUICK or (name == "linear" and case.label.endswith("17x77"))
+            is_quick &= name not in RECURRENT or case.label.startswith(RECURRENT[name])
             marks = () if is_quick else (pytest.mark.slow,)
             yield pytest.param(name, case, dtype, marks=marks, id=f"{name}-{case.label}-{str(dtype)[6:]}")
 
@@ -249,6 +257,8 @@ def answers(opened: LLM, prompts: Any) -> list[Any]:
         pytest.param("llama", {"quantization": "w4a16"}, marks=pytest.mark.slow),
         pytest.param("gemma2-caps", {}, marks=pytest.mark.slow),
         pytest.param("mixtral", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3-next", {}, marks=pytest.mark.slow),
+        pytest.param("mamba2", {}, marks=pytest.mark.slow),
         pytest.param("deepseek-v3", {}, marks=pytest.mark.slow),
         pytest.param("qwen3-next", {}, marks=pytest.mark.slow),
     ],
