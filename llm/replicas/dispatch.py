@@ -107,6 +107,12 @@ class Dispatcher:
         self.load[replica] -= cost
         return replica
 
+    def join(self, replica: int) -> None:
+        """A replica more, which has computed nothing; one that is known stays as it is."""
+        self.held.setdefault(replica, {})
+        self.load.setdefault(replica, 0)
+        self._known.setdefault(replica, [])
+
     def lose(self, replica: int) -> list[Request]:
         """Forget a replica that is dead; its requests, which are to be added again."""
         lost = list(self.held.pop(replica, {}).values())

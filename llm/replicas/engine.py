@@ -20,7 +20,7 @@ from llm.errors import ValidationError, WorkerDiedError
 from llm.replicas.dispatch import Dispatcher
 from llm.replicas.processes import WAIT_SECONDS, Replicas
 from llm.replicas.runner import ReplicaRunner, refuse_replicated
-from llm.replicas.schema import Answer, HandedRow, StepError, StepReport
+from llm.replicas.schema import Answer, HandedRow, ReplicaLoaded, StepError, StepReport
 from llm.text.tokenizer import Tokenizer
 from llm.workers.messages import Message
 
@@ -148,40 +148,49 @@ class ReplicatedEngine(Engine):
         started = perf_counter()
         try:
             self._replicas.check_alive()
+            self._take_all()  # a replica whose end is known gets nothing
             self.scheduler.hand_out()
             busy = [number for number, held in self.scheduler.dispatcher.held.items() if held]
             if self.scheduler.requests and not busy and not self.scheduler.dispatcher.num_waiting:
                 raise RuntimeError("no replica has the requests that are left")
             found = self._replicas.take(WAIT_SECONDS, busy)
-            while found is not None:
+            if found is not None:
                 self._take(*found)
-                found = self._replicas.take(0, ())
+                self._take_all()
             self.scheduler.hand_out()
         except BaseException:
             self.reset()
             raise
         self.stats.seconds += perf_counter() - started
 
+    def _take_all(self) -> None:
+        """All that is there."""
+        while (found := self._replicas.take(0, ())) is not None:
+            self._take(*found)
+
     def _take(self, number: int, told: Message | WorkerDiedError) -> None:
         if isinstance(told, WorkerDiedError):
             self._lose(number, told)
+        elif isinstance(told.body, ReplicaLoaded):
+            self.scheduler.dispatcher.join(number)
         elif isinstance(told.body, StepReport):
             self._apply(number, told.body)
         elif isinstance(told.body, StepError):
             if told.body.reset == self._replicas.resets:
                 raise told.body.error
-        elif not isinstance(told.body, Answer):  # of a question whose asker was interrupted
+        elif not isinstance(told.body, Answer):
             raise RuntimeError(f"replica {number} told {told.kind!r}")
+        elif not told.body.number and told.body.error is not None:  # one that joined cannot do what the others have
+            raise told.body.error
 
     def _lose(self, number: int, error: WorkerDiedError) -> None:
         lost = self.scheduler.lose(number)
+        follows = self._replicas.what_follows(number)
         self._replicas.check_alive()
+        where = "in the others" if self._replicas.alive else "when it has loaded the model"
         logger.warning(
-            "%s Its %d requests go on in the others (%d of %d are left).",
-            error,
-            lost,
-            len(self._replicas.alive),
-            self._replicas.count,
+            "%s Its %d requests go on %s (%d of %d are left). %s",
+            *(error, lost, where, len(self._replicas.alive), self._replicas.count, follows),
         )
 
     def _apply(self, number: int, report: StepReport) -> None:

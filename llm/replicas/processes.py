@@ -1,28 +1,44 @@
-"""The processes of replicas: what they tell, by one inbox, and what they are asked."""
+"""The processes of replicas: what they tell by one inbox, what they are asked, and who follows a dead one."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from time import monotonic
 
-from llm.errors import WorkerDiedError
-from llm.replicas.schema import SCHEMA, Answer, Question
+from llm.errors import LLMError, WorkerDiedError
+from llm.replicas.places import Place
+from llm.replicas.schema import SCHEMA, Answer, Question, ReplicaArgs, ReplicaLoaded
 from llm.workers.messages import Message
 from llm.workers.process import Inbox, WorkerProcess
 
 ROLE = "llm.replicas.worker"
 # How long is waited at once, so that Ctrl-C is seen.
 WAIT_SECONDS = 0.1
+# So often is a replica started again at one place; a row that kills whoever computes it must not go on for ever.
+_RESTARTS = 3
+_RESTARTS_SECONDS = 3600.0
+
+
+@dataclass
+class _Seat:
+    """Where replicas run one after the other: the place, what they load, and when the last ones died."""
+
+    place: Place
+    args: ReplicaArgs
+    deaths: list[float] = field(default_factory=list)
 
 
 class Replicas:
-    """The processes, by their numbers; what they report comes to one inbox.
+    """The processes, by their numbers; what they report comes to one inbox. A number is never used again.
 
     Attributes:
-        alive: those that are not dead.
+        alive: those that are not dead, and have loaded the model if they took the place of another.
         died: the last that did; None: none has.
+        count: of places.
     """
 
     def __init__(self) -> None:
@@ -33,18 +49,58 @@ class Replicas:
         self.resets = 0
         # Taken while an answer was waited for, and left for the next step.
         self.kept: deque[tuple[int, Message | WorkerDiedError]] = deque()
+        self._loading: dict[int, WorkerProcess] = {}  # in the place of a dead one
+        self._seats: dict[int, _Seat] = {}
+        self._restarts = False
+        self._owner = os.getpid()
+        self._next = 0
+        self._followed: dict[int, str] = {}
+        self._lasting: dict[str, tuple[object, ...]] = {}
         self._asked = self._watched_from = 0.0
         self._questions = 0
         self._sent: dict[int, float] = {}
 
-    def start(self, cores: Sequence[int] | None, environment: dict[str, str]) -> WorkerProcess:
-        """Start one more; it waits for what it is to load."""
-        number, self.count = self.count, self.count + 1
-        worker = WorkerProcess(
-            ROLE, number, SCHEMA, cores=cores, environment=environment, name="replica", inbox=self.inbox
-        )
+    def start(self, place: Place, args: ReplicaArgs) -> None:
+        """Start one more, which loads the model."""
+        self.count += 1
+        number, worker = self._start(_Seat(place, args))
         self.alive[number] = worker
-        return worker
+
+    def restart_dead(self, loaded: Sequence[ReplicaLoaded]) -> None:
+        """From now on another takes the place of one that dies, with a KV cache of the size that this one has found."""
+        self._restarts = True
+        for seat, found in zip(self._seats.values(), loaded, strict=True):
+            engine = replace(seat.args.engine, kv_cache_memory_bytes=found.kv_cache_memory_bytes or None)
+            seat.args = ReplicaArgs(engine)
+
+    def what_follows(self, number: int) -> str:
+        """A sentence about the place of a replica that has died."""
+        return self._followed.pop(number)
+
+    def _start(self, seat: _Seat) -> tuple[int, WorkerProcess]:
+        number, self._next = self._next, self._next + 1
+        # One OpenMP team a replica: the number of threads is set before PyTorch is loaded.
+        environment = {} if seat.place.threads is None else {"OMP_NUM_THREADS": str(seat.place.threads)}
+        worker = WorkerProcess(
+            ROLE, number, SCHEMA, cores=seat.place.cores, environment=environment, name="replica", inbox=self.inbox
+        )
+        self._seats[number] = seat
+        self._sent[number] = monotonic()
+        worker.send("load", seat.args)
+        return number, worker
+
+    def _start_again(self, seat: _Seat) -> str:
+        """Start another in the place of one that has died; what has come of it."""
+        now = monotonic()
+        seat.deaths = [*(time for time in seat.deaths if now - time < _RESTARTS_SECONDS), now]
+        if len(seat.deaths) > _RESTARTS:
+            return f"None is started in its place, where {len(seat.deaths)} have died within an hour."
+        try:
+            number, worker = self._start(seat)
+        except LLMError as error:
+            return f"None is started in its place: {error}"
+        self._loading[number] = worker
+        return f"Replica {number} is started in its place (try {len(seat.deaths)} of {_RESTARTS})."
 
     def send(self, number: int, kind: str, body: object = None) -> None:
         """Send to one that may have died: that is told by its end in the inbox, like everything from it."""
@@ -70,17 +126,21 @@ class Replicas:
         try:
             number, message = self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait()
         except Empty:
-            return self._hung(busy) if busy else None
-        if number not in self.alive:
+            return self._hung([*busy, *self._loading])
+        worker = self._worker(number)
+        if worker is None:
             return None
         try:
-            return number, self.alive[number].told(message)
+            told = worker.told(message)
         except WorkerDiedError as error:
             return number, self._lose(number, error)
+        if number in self._loading:
+            self._join(number)
+        return number, told
 
     def check_alive(self) -> None:
-        """Raises `WorkerDiedError` if there is no replica left."""
-        if not self.alive:
+        """Raises `WorkerDiedError` if there is no replica left, and none is being loaded."""
+        if not self.alive and not self._loading:
             raise WorkerDiedError(
                 f"all {self.count} replicas have died; make a new LLM. The last: {self.died}",
                 0 if self.died is None else self.died.number,
@@ -92,26 +152,38 @@ class Replicas:
         self.send_all("reset", self.resets)
 
     def close(self) -> None:
-        workers = list(self.alive.values())
+        workers = [*self.alive.values(), *self._loading.values()]
         for worker in workers:
             worker.shut_down()
         for worker in workers:
             worker.close()
         self.alive.clear()
+        self._loading.clear()
 
     def ask(self, method: str, *args: object) -> object:
         """The answer of the first replica that is alive; of the next one, if it dies."""
         while True:
-            self.check_alive()
-            number = next(iter(self.alive))
-            answers = self._answers([number], method, args)
+            self._await_one()
+            answers = self._answers([next(iter(self.alive))], method, args)
             if answers:
                 return answers[0]
 
     def ask_all(self, method: str, *args: object) -> None:
-        """Do something in all replicas; raises the first error of one."""
-        self.check_alive()
+        """Do something in all replicas, and in those that are started later; raises the first error of one."""
+        self._await_one()
         self._answers(list(self.alive), method, args)
+        self._lasting[method] = args
+
+    def _await_one(self) -> None:
+        """Return when a replica is alive; raises `WorkerDiedError`. What comes meanwhile is kept for the next step."""
+        others = list(self.kept)
+        self.kept.clear()
+        while not self.alive:
+            self.check_alive()
+            found = self.take(WAIT_SECONDS, ())
+            if found is not None:
+                others.append(found)
+        self.kept.extend(others)
 
     def _answers(self, numbers: Sequence[int], method: str, args: tuple[object, ...]) -> list[object]:
         """What those answer that do not die meanwhile. Reports that come first are kept for the next step."""
@@ -139,20 +211,36 @@ class Replicas:
                 raise answer.error
         return [answer.value for answer in answers.values()]
 
-    def _hung(self, busy: Sequence[int]) -> tuple[int, WorkerDiedError] | None:
+    def _hung(self, watched: Sequence[int]) -> tuple[int, WorkerDiedError] | None:
         now = monotonic()
         if now - self._asked > 10 * WAIT_SECONDS:  # nobody has asked for a while
             self._watched_from = now
         self._asked = now
-        for number in busy:
+        for number in watched:
+            worker = self._worker(number)
+            if worker is None:
+                continue
             try:
                 # One that had nothing to do was silent, and rightly.
-                self.alive[number].check_heard(max(self._watched_from, self._sent.get(number, 0.0)))
+                worker.check_heard(max(self._watched_from, self._sent[number]))
             except WorkerDiedError as error:
                 return number, self._lose(number, error)
         return None
 
+    def _worker(self, number: int) -> WorkerProcess | None:
+        return self.alive.get(number) or self._loading.get(number)
+
+    def _join(self, number: int) -> None:
+        """One that was started later has loaded the model: it is told what the others were."""
+        self.alive[number] = self._loading.pop(number)
+        self.send(number, "reset", self.resets)
+        for method, args in self._lasting.items():
+            self.send(number, "ask", Question(0, method, args))
+
     def _lose(self, number: int, error: WorkerDiedError) -> WorkerDiedError:
-        self.alive.pop(number).close()
+        (self.alive if number in self.alive else self._loading).pop(number).close()
         self.died = error
+        seat = self._seats.pop(number)
+        restarts = self._restarts and os.getpid() == self._owner  # a forked child has none of its own
+        self._followed[number] = self._start_again(seat) if restarts else "None is started in its place."
         return error

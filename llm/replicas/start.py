@@ -59,10 +59,9 @@ def start_replicas(
     replicas = Replicas()
     try:
         for place, own in zip(places, sent, strict=True):
-            # One OpenMP team a replica: the number of threads is set before PyTorch is loaded.
-            environment = {} if place.threads is None else {"OMP_NUM_THREADS": str(place.threads)}
-            replicas.start(place.cores, environment).send("load", own)
+            replicas.start(place, own)
         loaded = _all_loaded(replicas)
+        replicas.restart_dead(loaded)
     except BaseException:
         replicas.close()
         raise

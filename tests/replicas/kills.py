@@ -3,9 +3,10 @@
     PYTHONPATH=.:tests python tests/replicas/kills.py --rounds 200
 
 A round is a call of 24 rows with every kind of sampling, or a flow of them, of which a random replica is killed, ended,
-crashed or stopped meanwhile. Its outputs must be those of one process, to the bit. Every few rounds the last replica
-dies, which must end the call with one sentence; then processes, file descriptors, threads, socket files and shared
-memory must be as they were. With `--ctrl-c` a third of the rounds is interrupted too. Exits 1 at the first difference.
+crashed or stopped meanwhile, whether it computes or loads in the place of a dead one. Its outputs must be those of one
+process, to the bit. Every few rounds all replicas die, and those that follow them, which must end the call with one
+sentence; then processes, file descriptors, threads, socket files and shared memory must be as they were. A third of the
+rounds is interrupted too with `--ctrl-c`. Exits 1 at the first difference.
 
 Other programs have shared memory and sockets too: `unshare -m sh -c 'mount -t tmpfs none /dev/shm && python ...'`.
 """
@@ -19,15 +20,18 @@ import signal
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from replicas.test_replicas import ALL, OPTIONS, PROMPTS, plain
 
 from llm import LLM, GenerationInterrupted, WorkerDiedError
+from llm.workers.process import WorkerProcess
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP)
-REPLICAS = 5
+REPLICAS = 3
+ROUNDS = 8  # of one `LLM`, fewer than its replicas are started again
 CALL_SECONDS = 120
 
 
@@ -64,12 +68,19 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         time.sleep(self._seconds)
-        os.kill(self._pid, self._number)
+        with suppress(ProcessLookupError):  # one that was ended in another round
+            os.kill(self._pid, self._number)
+
+
+def workers_of(llm: LLM) -> list[WorkerProcess]:
+    """Those that compute, and those that load."""
+    replicas = llm._engine._replicas  # type: ignore[union-attr]
+    return [*replicas.alive.values(), *replicas._loading.values()]
 
 
 def one_round(llm: LLM, rng: random.Random, expected: list[Any], ctrl_c: bool, said: Counter[str]) -> None:
-    workers = llm._engine._replicas.alive  # type: ignore[union-attr]
-    pid, number = rng.choice(list(workers.values())).pid, rng.choice(SIGNALS)
+    workers = workers_of(llm)
+    pid, number = rng.choice(workers).pid, rng.choice(SIGNALS)
     killers = [Killer(pid, number, rng.uniform(0, 0.5))]
     interrupted = ctrl_c and rng.random() < 0.33
     if interrupted:
@@ -106,16 +117,28 @@ def one_round(llm: LLM, rng: random.Random, expected: list[Any], ctrl_c: bool, s
     scheduler.num_preemptions = 0
 
 
-def last_dies(llm: LLM) -> None:
-    """Every replica that is left is killed during a call."""
-    for worker in llm._engine._replicas.alive.values():  # type: ignore[union-attr]
-        Killer(worker.pid, signal.SIGKILL, 0.05).start()
+def all_die(llm: LLM) -> None:
+    """Every replica is killed, and every one that is started in its place."""
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.wait(0.05):
+            for worker in workers_of(llm):
+                if worker.is_alive:
+                    with suppress(ProcessLookupError):
+                        os.kill(worker.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
     try:
         llm.generate(PROMPTS * 8, seeded(ALL * 8), use_tqdm=False)
     except WorkerDiedError as error:
         if f"all {REPLICAS} replicas have died" not in str(error):
             raise
         return
+    finally:
+        over.set()
+        killer.join()
     raise SystemExit("a call went on without replicas")
 
 
@@ -140,13 +163,13 @@ def main() -> None:
     before, done = traces(), 0
     while done < args.rounds:
         llm = open_llm(REPLICAS)
-        for _ in range(min(REPLICAS - 1, args.rounds - done)):
+        for _ in range(min(ROUNDS, args.rounds - done)):
             signal.alarm(CALL_SECONDS)
             one_round(llm, rng, expected, args.ctrl_c, said)
             done += 1
             print(f"{done} rounds in {time.monotonic() - began:.0f} s: {dict(said)}", flush=True)
         if rng.random() < 0.5:
-            last_dies(llm)
+            all_die(llm)
             said["all dead"] += 1
         signal.alarm(0)
         llm.close()

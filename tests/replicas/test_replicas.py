@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,17 @@ import pytest
 from documented_processors import DummyLogitsProcessor
 from embedded import engine_of, open_llm
 from replicas.raising import Raises
+from workers.echo_role import SCHEMA
 
 from llm import LLM, AsyncLLM, GenerationInterrupted, SamplingParams, ValidationError, WorkerDiedError
+from llm.config.engine import EngineArgs
 from llm.errors import LogitsProcessorError
+from llm.replicas.places import Place
+from llm.replicas.processes import Replicas, _Seat
+from llm.replicas.schema import ReplicaArgs
 from llm.sampling_params import StructuredOutputsParams
+from llm.workers.messages import Message
+from llm.workers.process import WorkerProcess
 
 OPTIONS: dict[str, Any] = {
     "max_model_len": 256,
@@ -245,12 +253,15 @@ def test_a_forked_child_has_no_replicas_and_ends_none(two: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[LLM]:
-    with open_llm(**OPTIONS, data_parallel_size=3) as llm:
+    with open_llm(**{**OPTIONS, "logits_processors": [Raises]}, data_parallel_size=3) as llm:
+        llm.add_logits_processor(DummyLogitsProcessor)  # one that is started later has it too
         yield llm
 
 
-def test_replicas_that_die_lose_nothing(three: LLM, expected: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    """One in the middle of a call, another before the next row of a flow, and then the last."""
+def test_replicas_that_die_lose_nothing(
+    three: LLM, expected: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in the middle of a call, another before the next row of a flow; others take their places; then all die."""
     pids, told = pids_of(three), []
 
     def kill(output: Any) -> None:
@@ -262,6 +273,7 @@ def test_replicas_that_die_lose_nothing(three: LLM, expected: list[Any], caplog:
         found = plain(three.generate(PROMPTS, ALL, use_tqdm=False, on_output=kill))
     assert found == expected and sorted(told) == list(range(24))
     assert "replica 1 died: it was ended by SIGKILL" in caplog.text and "2 of 3 are left" in caplog.text
+    assert "Replica 3 is started in its place (try 1 of 3)." in caplog.text
     assert_gone(pids[1:2])
     flow = three.generate_iter(iter(PROMPTS), SamplingParams(temperature=0, max_tokens=30))
     first = next(flow)
@@ -269,12 +281,63 @@ def test_replicas_that_die_lose_nothing(three: LLM, expected: list[Any], caplog:
     assert sorted(item.index for item in (first, *flow)) == list(range(24))
     assert_idle(three)
 
-    os.kill(pids[2], signal.SIGKILL)
-    with pytest.raises(WorkerDiedError, match="all 3 replicas have died; make a new LLM"):
-        three.generate(PROMPTS, GREEDY, use_tqdm=False)
-    with pytest.raises(WorkerDiedError, match="all 3 replicas have died"):
-        three.generate(PROMPTS, GREEDY, use_tqdm=False)
+    os.kill(pids[2], signal.SIGKILL)  # the last of the first ones
+    params = [item.clone() for item in ALL]
+    for index, item in enumerate(params):
+        item.seed = index
+    same = plain(three.generate(PROMPTS, params, use_tqdm=False))
+    deadline = time.monotonic() + 120
+    while not {3, 4, 5} <= set(engine_of(three)._used) and time.monotonic() < deadline:
+        assert plain(three.generate(PROMPTS, params, use_tqdm=False)) == same
+    assert sorted(engine_of(three)._replicas.alive) == [3, 4, 5]
+    assert [item[4][0][0][-1] for item in same[3::8]] == [67] * 3  # the token that the processor leaves
+
+    monkeypatch.setattr("llm.replicas.processes._RESTARTS", 0)
+    pids += pids_of(three)
+    for pid in pids[3:]:
+        os.kill(pid, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(WorkerDiedError, match="all 3 replicas have died; make a new LLM"):
+            three.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert_gone(pids)
+
+
+def test_one_that_was_idle_for_long_is_not_taken_for_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes past `Replicas.send` is the negative control. One that is then silent is hung."""
+    monkeypatch.setenv("LLM_WORKER_TIMEOUT", "2")
+    for is_noted in (True, False):
+        replicas = Replicas()
+        worker = WorkerProcess("workers.echo_role", 0, SCHEMA, name="replica", inbox=replicas.inbox)
+        replicas.alive[0], replicas._seats[0] = worker, _Seat(Place("cpu"), ReplicaArgs(EngineArgs("")))
+        replicas.send(0, "echo")
+        assert taken(replicas, [0]) == (0, Message("echo", None))
+        idle = time.monotonic() + 2.5
+        while time.monotonic() < idle:
+            assert replicas.take(0.1, []) is None
+        (replicas if is_noted else Unnoted(worker)).send(0, "compute", 1.0)
+        number, told = taken(replicas, [0])
+        if is_noted:
+            assert (number, told) == (0, Message("computed", None))
+            replicas.send(0, "hang")
+            number, told = taken(replicas, [0])
+        assert "it has said nothing for" in str(told) and not replicas.alive
+        assert_gone([worker.pid])
+
+
+class Unnoted:
+    """Sends as `Replicas` did when it took an idle replica for hung."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        self._worker = worker
+
+    def send(self, number: int, kind: str, body: object) -> None:
+        self._worker.send(kind, body)
+
+
+def taken(replicas: Replicas, busy: list[int]) -> tuple[int, Message | WorkerDiedError]:
+    while (found := replicas.take(0.1, busy)) is None:
+        pass
+    return found
 
 
 def test_a_model_that_no_replica_can_load_is_told(tmp_path: Path) -> None:
