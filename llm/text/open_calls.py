@@ -7,13 +7,16 @@ takes it for a call has checked it, and what the call says so far is the beginni
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from llm.base.types import JsonObject
 from llm.text.tool_calls import MINIMAX_M2, QWEN3_CODER, SEED_OSS, STEP3, Tags
 
+_MARKS = re.compile(r"""[][{}(),"'\\]""")
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
+_DEEPEST = 1000
 _TRIED = 4  # the last places where a value has ended or a list has begun
 _TAGS = (QWEN3_CODER, SEED_OSS, STEP3, MINIMAX_M2)
 
@@ -91,15 +94,20 @@ class _Open:
 
 def _scan(text: str, start: int, writes_python: bool) -> _Open:
     found = _Open()
-    place = start
-    while place < len(text):
-        letter, end = text[place], 0
+    after = start  # an escape
+    for mark in _MARKS.finditer(text, start):
+        letter, place, end = mark[0], mark.start(), 0
+        if place < after:
+            continue
         if found.quote:
-            place += letter == "\\"
-            if letter == found.quote:
+            if letter == "\\":
+                after = place + 2
+            elif letter == found.quote:
                 found.quote, end = "", place + 1
         elif letter in _CLOSING and (letter != "(" or writes_python):
             found.closing, end = _CLOSING[letter] + found.closing, place + 1
+            if len(found.closing) > _DEEPEST:
+                return _Open()  # no reader takes it
         elif found.closing and letter == found.closing[0]:
             found.closing, end = found.closing[1:], place + 1
         elif found.closing and letter == ",":
@@ -108,7 +116,6 @@ def _scan(text: str, start: int, writes_python: bool) -> _Open:
             found.quote = letter
         if end and (not writes_python or (letter == "," and found.closing[0] == ")" and "))" not in found.closing)):
             found.places = [*found.places, (end, found.closing)][-_TRIED:]
-        place += 1
     return found
 
 

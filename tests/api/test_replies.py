@@ -26,7 +26,7 @@ from llm import (
 from llm.jobs.requests import JobAdapters
 from llm.jobs.worker import PieceRows, RowWorker
 from llm.outputs import CompletionOutput, ToolCall
-from llm.text.open_calls import certain_arguments, rest_of
+from llm.text.open_calls import certain_arguments, closed, rest_of
 from llm.text.replies import ReplyReader, ToolChoice, read_harmony
 from llm.text.tool_calls import typed, types_of
 from llm.text.tool_forms import FORMS, form_of
@@ -355,6 +355,7 @@ def test_what_follows_arguments_that_were_told() -> None:
         ('{"a": 12', {"a": "\ud83d\ude00"}),
     ):
         assert json.loads(told + rest_of(told, arguments)) == arguments
+    assert list(closed('{"a": ' + "[" * 100_000, 0, False)) == []
     for text, certain in (("a\\", '{"a": "a\\\\'), ("\ud83d", '{"a": "'), ('"}', '{"a": "')):
         assert certain_arguments({"a": text}) == certain
 
