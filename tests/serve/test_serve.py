@@ -196,6 +196,29 @@ def test_answers_are_parsed_and_functions_called(client: openai.OpenAI, llm: LLM
     assert "".join(piece.arguments_delta for piece in pieces) == call.function.arguments and len(pieces) > 2
 
 
+def test_an_asynchronous_client_streams_parses_and_calls(url: str, llm: LLM) -> None:
+    class King(BaseModel):
+        name: str
+        years: int
+
+    given: Any = {"model": "tiny", "messages": ASK, "temperature": 0, "max_tokens": 80}
+
+    async def ask() -> tuple[str, Any, Any]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as own:
+            parts = await own.chat.completions.create(**given, stream=True)
+            text = "".join([part.choices[0].delta.content or "" async for part in parts])
+            async with own.chat.completions.stream(**given, response_format=King) as stream:
+                king = (await stream.get_final_completion()).choices[0].message.parsed
+            async with own.chat.completions.stream(**given, tools=[WEATHER], tool_choice="required") as stream:
+                calls = (await stream.get_final_completion()).choices[0].message.tool_calls
+            return text, king, calls
+
+    text, king, calls = asyncio.run(ask())
+    assert text == chat(llm, SamplingParams(temperature=0, max_tokens=80)).outputs[0].text
+    assert isinstance(king, King)
+    assert json.loads(calls[0].function.arguments)["city"] in ("Jericho", "Ai")
+
+
 def test_the_ids_of_calls_are_no_others_of_the_conversation() -> None:
     """An agent that keeps a history pairs results with calls by these."""
     template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
