@@ -137,6 +137,9 @@ PATHS: Mapping[str, Mapping[str, str]] = {
     "llm.model_executor.models.deepencoder": {
         "llm.layers.vision": "RelPosAttention",
     },
+    "llm.model_executor.models.deepencoder2": {
+        "llm.layers.qwen2_decoder": "CustomQwen2Decoder",
+    },
     "llm.utils": {
         "llm.base.command_line": "FlexibleArgumentParser random_uuid",
         "llm.plugins": "resolve_obj_by_qualname",
@@ -196,8 +199,7 @@ _ROPE_CLASSES = (
     "LinearScalingRotaryEmbedding DynamicNTKScalingRotaryEmbedding Phi3LongRoPEScaledRotaryEmbedding"
 ).split()
 _OTHER_OPERATIONS = (
-    "SituAndMul HpcRopeNorm MiniMaxText01RMSNormTP FusedMMInputNorm NemotronLayerNorm1P VitMropeSetup "
-    "CustomQwen2Decoder"
+    "SituAndMul HpcRopeNorm MiniMaxText01RMSNormTP FusedMMInputNorm NemotronLayerNorm1P VitMropeSetup"
 ).split()
 _OWN = "it is vLLM's own; take what you need from it into your code"
 _UTILITIES = (

@@ -192,6 +192,7 @@ VLLM_LAYERS = {
     "parallel_lm_head": "ParallelLMHead",
     "logits_processor": "LogitsLayer",
     "rel_pos_attention": "RelPosAttention",
+    "qwen2_decoder": "CustomQwen2Decoder",
 }
 
 

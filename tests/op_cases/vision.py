@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llm.layers.qwen2_decoder import CustomQwen2Decoder
 from llm.layers.vision import Conv2dLayer, Conv3dLayer, MMEncoderAttention, RelPosAttention
 from op_cases.base import Case, Inputs, normal
 
@@ -114,7 +115,44 @@ def relative(height: int, width: int, **more: Any) -> Case:
     )
 
 
+def decoder_reference(op: Any, hidden: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """The layers of Qwen2 in transformers, with what each token sees written out."""
+    from transformers import Qwen2Config, Qwen2Model
+
+    layers = len(op.layers)
+    config = Qwen2Config(
+        hidden_size=DIM,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=20,
+        num_hidden_layers=layers,
+        vocab_size=3,
+        rope_parameters={"rope_type": "default", "rope_theta": op.rope_theta},
+        attn_implementation="eager",
+    )
+    twin = Qwen2Model(config).double()
+    twin.load_state_dict({name: value.double() for name, value in op.state_dict().items()}, strict=False)
+    length, query = hidden.shape[1], kinds.bool()
+    before = torch.ones(length, length, dtype=torch.bool).tril()
+    seen = torch.where(query[:, :, None], ~query[:, None] | before, ~query[:, None])
+    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)[:, None]
+    return twin(inputs_embeds=hidden, attention_mask=mask).last_hidden_state.detach() if length else hidden
+
+
+def patches_and_queries(rows: int, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+    hidden = normal(2, rows, DIM, dtype=dtype, generator=generator)
+    return hidden, (torch.arange(rows) >= (rows + 1) // 2).long().expand(2, -1)
+
+
 VISION: dict[str, list[Case]] = {
+    "qwen2_decoder": [
+        Case(
+            lambda dtype: CustomQwen2Decoder(2, DIM, 4, 2, 20, rope_theta=10000.0, params_dtype=dtype),
+            patches_and_queries,
+            decoder_reference,
+            2e-5,
+        )
+    ],
     "conv2d": [
         conv(Conv2dLayer, nn.Conv2d, (9, 12), 4, 4),
         conv(Conv2dLayer, nn.Conv2d, (9, 12), (2, 3), stride=(2, 3), bias=False),
