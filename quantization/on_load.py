@@ -81,7 +81,7 @@ _LM_HEAD = "lm_head"
 _LM_HEAD_SCHEMES = ("W8A8_DYNAMIC", "W8A16", "W8A16_FP8")
 # Their kernels scale whole sums: no groups.
 _PER_ROW_SCHEMES = ("W8A8_DYNAMIC", "W8A8")
-_KEYS = ("scheme", "bits", "group_size", "layers", "ignore", "lm_head", "calibration", "rotate", "symmetric")
+_KEYS = ("scheme", "bits", "group_size", "layers", "ignore", "lm_head", "calibration", "rotate", "symmetric", "tower")
 # Where bits alone are named: of the schemes of 4 bits the smallest, so that as many bytes have more layers of 8.
 _SCHEME_OF_BITS = "w4a8"
 # What reasons begin with.
@@ -129,6 +129,7 @@ class OnlineConfig(QuantizationConfig):
         rotate: whether weights and activations are rotated, of w8a8, w4a8 and w4a16; None: those of w8a8 and w4a8 are,
             and those of w4a16 where texts calibrate it.
         symmetric: whether 4-bit integers that have zero points, or two levels of scales, by default are without.
+        tower: a key of `RECIPES` with 8 bits for the linear layers of a vision tower; None: these stay floats.
         statistics: what they showed, by layer; filled in before the model is built.
     """
 
@@ -144,6 +145,7 @@ class OnlineConfig(QuantizationConfig):
     own_texts: bool = False
     rotate: bool | None = None
     symmetric: bool = False
+    tower: str | None = None
     statistics: Mapping[str, ActivationStatistics] = field(default_factory=dict)
     _unused: set[str] = field(default_factory=set)
     # While layers are counted for `bits`.
@@ -175,7 +177,7 @@ class OnlineConfig(QuantizationConfig):
         if is_static and not (texts or own_texts):
             raise _wrong(asked, "uses w8a8_static, which needs calibration=[texts] to fix the activations' scales.")
         group_size = _group_size(given.get("group_size"), scheme, asked)
-        lm_head = _lm_head(given.get("lm_head", RECIPES[scheme].lm_head), asked)
+        lm_head = _eight_bits(given.get("lm_head", RECIPES[scheme].lm_head), asked, "lm_head")
         rotate: Any = given.get("rotate")
         symmetric: Any = given.get("symmetric", False)
         for key, value in (("rotate", rotate), ("symmetric", symmetric)):
@@ -193,7 +195,13 @@ class OnlineConfig(QuantizationConfig):
             own_texts=own_texts,
             rotate=rotate,
             symmetric=symmetric,
+            tower=_eight_bits(given.get("tower"), asked, "tower"),
         )
+
+    @property
+    def of_tower(self) -> OnlineConfig | None:
+        """For the vision tower, which texts calibrate nothing of; None: it is not quantized."""
+        return None if self.tower is None else OnlineConfig(self.tower, rotate=self.rotate)
 
     @property
     def uses_calibration(self) -> bool:
@@ -392,12 +400,13 @@ def _bits(value: Any, scheme: str, asked: Any) -> float | None:
     return float(value)
 
 
-def _lm_head(given: Any, asked: Any) -> str | None:
+def _eight_bits(given: Any, asked: Any, key: str) -> str | None:
     if given is None or given is False:
         return None
     name = given.lower() if isinstance(given, str) else ""
     if name not in RECIPES or RECIPES[name].scheme not in _LM_HEAD_SCHEMES:
-        raise _wrong(asked, f"has lm_head={show(given)}; the LM head can be 'w8a8', 'w8a16', 'fp8', 'q8_0' or None.")
+        what = {"lm_head": "the LM head", "tower": "the vision tower"}[key]
+        raise _wrong(asked, f"has {key}={show(given)}; {what} can be 'w8a8', 'w8a16', 'fp8', 'q8_0' or None.")
     return name
 
 
