@@ -328,7 +328,7 @@ class LLM:
         Args:
             prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, or a list of any of these.
                 Their key `"multi_modal_data": {"image": ...}` has an image, or a list of them: PIL images, paths, bytes
-                of files, arrays, tensors.
+                of files, arrays, tensors; and `"video"` the frames of one, `(frames, {"fps": 2.0})`, or a list of such.
             sampling_params: one for all prompts, or one per prompt; None: the model's defaults.
             lora_request: the adapter of all prompts, or a list with one or None for each (`enable_lora`).
             use_tqdm: a progress bar in tokens, and a line when it ends, if the call takes more than half a second;
@@ -437,7 +437,8 @@ class LLM:
 
         The chat template renders them, with `chat_template_kwargs`, to prompts for `generate`. Replies have `content`,
         `reasoning` and, with `tools`, `tool_calls`, in the form (`tool_parser`) that the template teaches.
-        Contents may have parts of type "image_pil" and "image_url", `data:` or a file below `allowed_local_media_path`.
+        Contents may have parts of type "image_pil", "image_url", `data:` or a file below `allowed_local_media_path`,
+        and "video", the list of its frames.
         `tool_choice` is OpenAI's: of "required" or a function the reply is JSON of the schemas, without reasoning."""
         check_asks_nothing(chat_template_content_format=chat_template_content_format)
         self._open_engine()
@@ -690,8 +691,8 @@ class LLM:
         A classifier of one class reads both texts of a pair, of an embedder it is the cosine of two vectors.
 
         Args:
-            data_1: a text, such as a query, for all of `data_2`; or as many.
-            data_2: texts.
+            data_1: a text, such as a query, for all of `data_2`; or as many. Of an embedder also prompts with images.
+            data_2: texts, or such prompts.
             instruction: of a Qwen3 reranker, what makes a document fit.
 
         Further arguments and errors are those of `embed`.

@@ -17,7 +17,7 @@ from llm.engine.boundary import QWEN3_RERANKER, PoolingPlan
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
-from llm.engine.pooling_rows import BY_TOKEN, PoolingRows, Prefix, pair_texts
+from llm.engine.pooling_rows import BY_TOKEN, PoolingRows, Prefix, Scored, pair_prompts, pair_texts
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.engine.rows import Row
 from llm.errors import GenerationInterrupted, ValidationError
@@ -121,10 +121,9 @@ class PoolingCall:
     def score(
         self, data_1: object, data_2: object, instruction: str | None
     ) -> PoolingRequestOutputs[ScoringRequestOutput]:
-        plan, pairs = self._plan(None), pair_texts(data_1, data_2)
-        if plan.task == "embed":
-            return self._cosines(pairs)
-        plan = self._scores()
+        if self._plan(None).task == "embed":
+            return self._cosines(pair_prompts(data_1, data_2))
+        plan, pairs = self._scores(), pair_texts(data_1, data_2)
         return self._run("classify", lambda rows: self._pairs(rows, plan, pairs, instruction), _score)
 
     def _scores(self) -> PoolingPlan:
@@ -149,14 +148,15 @@ class PoolingCall:
     def rerank(
         self, query: str, documents: Sequence[str], top_n: int | None, instruction: str | None
     ) -> list[RerankResult]:
+        pairs = pair_texts(query, documents)
         outputs = self.score(query, documents, instruction)
         found = [
             RerankResult(index, document, output.outputs.score)
-            for index, ((_, document), output) in enumerate(zip(pair_texts(query, documents), outputs, strict=True))
+            for index, ((_, document), output) in enumerate(zip(pairs, outputs, strict=True))
         ]
         return sorted(found, key=lambda result: -result.relevance_score)[:top_n]
 
-    def _cosines(self, pairs: Sequence[tuple[str, str]]) -> PoolingRequestOutputs[ScoringRequestOutput]:
+    def _cosines(self, pairs: Sequence[tuple[Scored, Scored]]) -> PoolingRequestOutputs[ScoringRequestOutput]:
         """Every text is computed once with each adapter of its pairs, however many these are."""
         if isinstance(self.params, list):
             message = "pooling_params must be one PoolingParams to score vectors."
@@ -166,14 +166,17 @@ class PoolingCall:
         requests = requests_per_row(self.lora_request, len(pairs))
         paths = ["" if request is None else request.lora_path for request in requests]
         wanted = {
-            (text, path): request for pair, path, request in zip(pairs, paths, requests, strict=True) for text in pair
+            (_key(item), path): (item, request)
+            for pair, path, request in zip(pairs, paths, requests, strict=True)
+            for item in pair
         }
-        call = replace(self, params=own, lora_request=list(wanted.values()))
-        found = dict(zip(wanted, call.embed([text for text, _ in wanted], Prefix(None, "")), strict=True))
+        call = replace(self, params=own, lora_request=[request for _, request in wanted.values()])
+        outputs = call.embed([item for item, _ in wanted.values()], Prefix(None, ""))
+        found = dict(zip(wanted, outputs, strict=True))
         vectors = {key: output.to_numpy().astype(np.float64) for key, output in found.items()}
         scores = PoolingRequestOutputs[ScoringRequestOutput]()
         for index, (pair, path) in enumerate(zip(pairs, paths, strict=True)):
-            first, second = ((text, path) for text in pair)
+            first, second = ((_key(item), path) for item in pair)
             ids = [*found[first].prompt_token_ids, *found[second].prompt_token_ids]
             cosine = float(np.add.reduce(vectors[first] * vectors[second]))
             scores.append(ScoringRequestOutput(found[second].request_id, ScoringOutput(cosine), ids, index=index))
@@ -253,6 +256,10 @@ class PoolingCall:
         if guard.requested:
             guard.end()
             raise GenerationInterrupted([])
+
+
+def _key(item: Scored) -> str | int:
+    return item if isinstance(item, str) else id(item)
 
 
 def asked_text(query: str, document: str, instruction: str | None) -> str:

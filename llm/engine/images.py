@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,13 +28,15 @@ from llm.engine.image_embeds import EMBEDS, ImageEmbeds, embeds_of
 from llm.engine.prompts import ParsedPrompt, PromptMedia
 from llm.engine.rows import Row
 from llm.engine.step import RowImage, RowImages
-from llm.errors import LLMError, ValidationError
+from llm.errors import LLMError, UnsupportedModelError, ValidationError
 from llm.loading.model_files import check_small_files, read_json
 from llm.models.vision.both_ways import sees_both_ways, spans_of
-from llm.models.vision.processor import FILES, PictureProcessor, Processed
+from llm.models.vision.inputs import Processed
+from llm.models.vision.processor import FILES, IMAGE, VIDEO, PictureProcessor
 from llm.models.vision.tower import tower_has_axes
 from llm.text.images import NAME, MediaLimits, Picture, bad_picture, from_url, read_picture
 from llm.text.tokenizer import Tokenizer
+from llm.text.videos import Frames, Video, frames_of, read_video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -52,22 +54,37 @@ _KEPT_UUIDS = 1 << 16
 _KEPT_TEXTS = 1 << 14
 _TAKEN = 1 << 12
 _THREADS = 4
-# Keys of config.json with the tokens that stand for images, or begin one.
-_TOKENS = ("image_token_id", "image_token_index", "boi_token_index")
+# Keys of config.json with the tokens that stand for images and videos, or begin one.
+_TOKENS = {
+    **dict.fromkeys(("image_token_id", "image_token_index", "boi_token_index"), "image"),
+    **dict.fromkeys(("video_token_id", "video_token_index"), "video"),
+}
 _CONFIG_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A picture that was read. `text`, `ids`: what stands for it in the prompt; `source`: what features are made of.
+    """A picture or a video that was read.
 
-    text: None: not known, of features that the user computed.
+    Attributes:
+        source: what features are made of.
+        text, ids: what stands for it in the prompt; text is None where it is not known, of features that the user
+            computed.
+        token_id: of those of `ids` that have features.
+        options: `mm_processor_kwargs`.
     """
 
-    source: Picture | ImageEmbeds
+    kind: str
+    source: Picture | Video | ImageEmbeds
     key: bytes
     text: str | None
     ids: list[int]
+    token_id: int
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return self.ids.count(self.token_id)
 
 
 class PromptImages:
@@ -99,9 +116,9 @@ class PromptImages:
         text = config.get("text_config")
         window = text.get("sliding_window") if isinstance(text, Mapping) else None
         self._window = window if isinstance(window, int) else 0
-        self._texts: OrderedDict[tuple[tuple[int, int], bytes], str] = OrderedDict()
+        self._texts: OrderedDict[tuple[tuple[object, ...], bytes], str] = OrderedDict()
         self._lock = Lock()
-        self._uuids: OrderedDict[str, Picture] = OrderedDict()
+        self._uuids: OrderedDict[str, Picture | Video] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
         self._ahead = Ahead(self._submit)
 
@@ -132,6 +149,13 @@ class PromptImages:
         self.limits.check_size(width, height)
         return len(self.processor.ids(self.processor.process(Image.new("RGB", (width, height)), self._options).text))
 
+    def placeholder_of(self, kind: str) -> str:
+        """Raises `ValidationError` where the kind is not read."""
+        try:
+            return self.processor.placeholder_of(kind)
+        except UnsupportedModelError as error:
+            raise ValidationError(str(error), parameter=NAME) from error
+
     def start(self, media: PromptMedia) -> Future[list[_Read]]:
         """Read and process the pictures of a prompt, in a thread."""
         return self._submit(partial(self._read_all, media))
@@ -156,13 +180,15 @@ class PromptImages:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
-    def ids_of_text(self, text: str, read: Sequence[_Read], *, plain: bool) -> list[int]:
-        """Of a prompt's text, with the tokens of pictures in the places of their placeholders.
+    def ids_of_text(self, text: str, read: Sequence[_Read], *, plain: bool) -> tuple[list[int], list[_Read]]:
+        """Of a prompt's text, with the tokens of pictures in the places of their placeholders; and these in their
+        order.
 
         plain: the text has its special tokens.
         """
-        self._check_count(text.count(self.processor.placeholder), len(read))
-        return self.processor.whole_ids(text, self._texts_of(read), plain=plain)
+        kinds = self.processor.kinds_in(text, {item.kind for item in read})
+        ordered = self._ordered(read, kinds)
+        return self.processor.whole_ids(text, self._texts_of(ordered), kinds, plain=plain), ordered
 
     def _texts_of(self, read: Sequence[_Read]) -> list[str]:
         texts = [item.text for item in read if item.text is not None]
@@ -174,42 +200,72 @@ class PromptImages:
             )
         return texts
 
-    def ids_of(self, token_ids: Sequence[int], read: Sequence[_Read]) -> list[int]:
+    def ids_of(self, token_ids: Sequence[int], read: Sequence[_Read]) -> tuple[list[int], list[_Read]]:
         """The same of token ids, where each picture is one placeholder; or all of its tokens already."""
-        processor, wanted = self.processor, sum(self._count(item) for item in read)
-        places = [index for index, token in enumerate(token_ids) if token == processor.placeholder_id]
-        is_own = processor.token_id == processor.placeholder_id  # then one is both
-        if token_ids.count(processor.token_id) == wanted and not (is_own and wanted == len(read)):
-            return list(token_ids)
-        self._check_count(len(places), len(read))
+        asked = {item.kind for item in read}
+        by_id = {self._placeholder_id(kind): kind for kind in asked}
+        wanted: dict[int, int] = {}
+        for item in read:
+            wanted[item.token_id] = wanted.get(item.token_id, 0) + item.count
+        one_each = set(wanted) == set(by_id) and sum(wanted.values()) == len(read)  # then a placeholder is both
+        if not one_each and all(token_ids.count(token) == count for token, count in wanted.items()):
+            if len(wanted) < len(asked):
+                raise bad_picture(
+                    "images and videos of this model have the same tokens: pass a text, or ids with a placeholder each"
+                )
+            return list(token_ids), list(read)
+        places = [index for index, token in enumerate(token_ids) if token in by_id]
+        ordered = self._ordered(read, [by_id[token_ids[place]] for place in places])
         self._texts_of(read)
         found, start = [], 0
-        for place, item in zip(places, read, strict=True):
+        for place, item in zip(places, ordered, strict=True):
             found += [*token_ids[start:place], *item.ids]
             start = place + 1
-        return [*found, *token_ids[start:]]
+        return [*found, *token_ids[start:]], ordered
 
-    def row_images(self, token_ids: Sequence[int], read: Sequence[_Read], options: Mapping[str, object]) -> RowImages:
+    def _placeholder_id(self, kind: str) -> int:
+        (found,) = self.processor.ids(self.processor.placeholder_of(kind))
+        return found
+
+    def _ordered(self, read: Sequence[_Read], kinds: Sequence[str]) -> list[_Read]:
+        """As the placeholders are, which have these kinds. Raises `ValidationError` unless each has one."""
+        for kind in dict.fromkeys(item.kind for item in read):
+            count, wanted = kinds.count(kind), sum(item.kind == kind for item in read)
+            if count != wanted:
+                raise bad_picture(
+                    f"the prompt has {count} of the placeholder {show(self.processor.placeholder_of(kind))} and "
+                    f"{_counted(wanted, kind)}; it must have one for each"
+                )
+        left = {kind: iter([item for item in read if item.kind == kind]) for kind in set(kinds)}
+        return [next(left[kind]) for kind in kinds]
+
+    def row_images(self, token_ids: Sequence[int], read: Sequence[_Read]) -> RowImages:
         """Where the pictures are in the prompt's tokens.
+
+        Args:
+            read: in the order of the prompt.
 
         Raises:
             ValidationError: the tokens of the pictures are not those in the prompt.
         """
         ids = np.array(token_ids, dtype=np.int64)
-        places = np.flatnonzero(ids == self.processor.token_id)
-        counts = [self._count(item) for item in read]
-        if len(places) != sum(counts):
-            raise bad_picture(
-                f"the prompt has {len(places)} tokens for images and its {len(read)} images need {sum(counts)}"
-            )
-        reserved, images, start = np.zeros(len(ids), dtype=np.int64), [], 0
-        for item, count in zip(read, counts, strict=True):
-            own = places[start : start + count]
-            reserved[own] = reserved_ids(item.key, count)
-            images.append(RowImage(item.key, own, self._loading(item, dict(options))))
-            start += count
+        left = {token: np.flatnonzero(ids == token) for token in self.processor.feature_ids}
+        for token, own in left.items():
+            wanted = sum(item.count for item in read if item.token_id == token)
+            if len(own) and not wanted:
+                _refuse_tokens(len(own), self._kind_of(token), token)
+            if len(own) != wanted:
+                kind = next(item.kind for item in read if item.token_id == token)
+                listed = _counted(sum(item.token_id == token for item in read), kind)
+                raise bad_picture(f"the prompt has {len(own)} tokens for {kind}s and its {listed} need {wanted}")
+        reserved, images = np.zeros(len(ids), dtype=np.int64), []
+        for item in read:
+            own, left[item.token_id] = np.split(left[item.token_id], [item.count])
+            reserved[own] = reserved_ids(item.key, item.count)
+            images.append(RowImage(item.key, own, self._loading(item)))
+        places = np.flatnonzero(reserved)
         if self._has_axes:
-            self._check_apart(images)
+            self._check_apart(ids, images)
         spans = spans_of(self._both_ways, places, len(ids))
         longest = max((end - first for first, end in spans), default=0)
         if self._window and longest > self._window:
@@ -222,73 +278,97 @@ class PromptImages:
             reserved = reserved_ids(whole, len(ids))
         return RowImages(tuple(images), reserved, spans)
 
+    def _kind_of(self, token: int) -> str:
+        return next((kind for key, kind in _TOKENS.items() if self._config.get(key) == token), IMAGE)
+
     def check_none(self, token_ids: Sequence[int]) -> None:
         """Raises `ValidationError` for a prompt without pictures that has tokens of some."""
-        for own in filter(None, map(self._config.get, _TOKENS)):
-            if own in token_ids:
-                raise bad_picture(
-                    f"the prompt has {token_ids.count(own)} of the model's tokens for images (id {own}) and no image; "
-                    "pass it in multi_modal_data, or leave the placeholder out"
-                )
+        for key, kind in _TOKENS.items():
+            own = self._config.get(key)
+            if own and own in token_ids:
+                _refuse_tokens(token_ids.count(own), kind, own)
 
-    def _check_apart(self, images: Sequence[RowImage]) -> None:
+    def _check_apart(self, ids: np.ndarray, images: Sequence[RowImage]) -> None:
         for first, second in pairwise(images):
-            if first.places[-1] + 1 == second.places[0]:
+            if first.places[-1] + 1 == second.places[0] and ids[first.places[0]] == ids[second.places[0]]:
                 raise bad_picture(
                     "two images of the prompt have no token between them, which this model's positions need; write the "
                     "tokens that its chat template puts around an image"
                 )
 
-    def options_of(self, media: PromptMedia) -> dict[str, object]:
-        return {**self._options, **media.options}
-
-    def _count(self, item: _Read) -> int:
-        return item.ids.count(self.processor.token_id)
-
-    def _check_count(self, placeholders: int, pictures: int) -> None:
-        if placeholders != pictures:
-            raise bad_picture(
-                f"the prompt has {placeholders} of the placeholder {show(self.processor.placeholder)} and "
-                f"{pictures} image{'' if pictures == 1 else 's'}; it must have one for each"
-            )
+    def _options_for(self, kind: str, media: PromptMedia) -> dict[str, object]:
+        """The `mm_processor_kwargs` of one kind; those of the other are left out, where there is something of it."""
+        others = self.processor.options_of(VIDEO if kind == IMAGE else IMAGE) - self.processor.options_of(kind)
+        both = bool(media.images and media.videos)
+        given = {**self._options, **media.options}
+        return {
+            name: value for name, value in given.items() if name not in others or (name in media.options and not both)
+        }
 
     def _read_all(self, media: PromptMedia) -> list[_Read]:
-        self.limits.check_count("image", len(media.images))
-        options, found = self.options_of(media), []
-        for index, source in enumerate(media.images):
-            try:
-                own = self._read_embeds(source) if isinstance(source, ImageEmbeds) else None
-                found.append(own or self._read(source, media.uuid(index), options))
-            except ValidationError as error:
-                where = f"image {index}: " if len(media.images) > 1 else ""
-                raise ValidationError(f"{where}{error}", parameter=NAME) from error
+        found: list[_Read] = []
+        for kind, sources, uuids in ((IMAGE, media.images, media.uuids), (VIDEO, media.videos, media.video_uuids)):
+            self.limits.check_count(kind, len(sources))
+            options = self._options_for(kind, media) if sources else {}
+            for index, source in enumerate(sources):
+                try:
+                    if isinstance(source, ImageEmbeds):
+                        found.append(self._read_embeds(source))
+                    else:
+                        found.append(self._read(kind, source, uuids[index] if uuids else None, options))
+                except ValidationError as error:
+                    where = f"{kind} {index}: " if len(sources) > 1 else ""
+                    raise ValidationError(f"{where}{error}", parameter=NAME) from error
         return found
 
-    def _read(self, source: object, uuid: str | None, options: Mapping[str, object]) -> _Read:
-        picture, image = self._known(uuid), None
+    def _read(self, kind: str, source: object, uuid: str | None, options: Mapping[str, object]) -> _Read:
+        picture, content = self._known(uuid), None
         if source is not None:
             before = picture
-            picture, image = read_picture(source, self.limits)
+            picture, content = self._opened(source)
             if before is not None and before.digest != picture.digest:
-                raise bad_picture(f"the uuid {show(uuid)} was that of another image before")
-        if picture is None:
-            _refuse_nothing(uuid)
+                raise bad_picture(f"the uuid {show(uuid)} was that of another {kind} before")
+        if picture is None or isinstance(picture, Video) != (kind == VIDEO):
+            _refuse_nothing(kind, uuid)
         if uuid is not None:
             self._remember(uuid, picture)
         settings = self.processor.digest_of(options)
         key = hashlib.sha256(picture.digest + settings).digest()
-        text = self._text_of(picture, image, key, settings, options)
-        return self._checked(_Read(picture, key, text, self.processor.ids(text)))
+        text = self._text_of(picture, content, key, settings, options)
+        ids = self.processor.ids(text)
+        return self._checked(_Read(kind, picture, key, text, ids, self.processor.token_id_in(ids, kind), options))
+
+    def _opened(self, source: object) -> tuple[Picture | Video, Image | list[Image]]:
+        if not isinstance(source, Frames):
+            return read_picture(source, self.limits)
+        try:
+            self.processor.videos  # before frames are decoded  # noqa: B018
+        except LLMError as error:
+            raise ValidationError(str(error), parameter=NAME) from error
+        return read_video(source, self.limits)
+
+    def _processed(
+        self, picture: Picture | Video, content: Image | list[Image] | None, options: Mapping[str, object]
+    ) -> Processed:
+        content = picture.open(self.limits) if content is None else content
+        if isinstance(picture, Video) and isinstance(content, list):
+            return self.processor.videos.process(content, picture.timing, options)
+        return self.processor.process(content, options)  # type: ignore[arg-type]
 
     def _text_of(
-        self, picture: Picture, image: Image | None, key: bytes, settings: bytes, options: Mapping[str, object]
+        self,
+        picture: Picture | Video,
+        content: Image | list[Image] | None,
+        key: bytes,
+        settings: bytes,
+        options: Mapping[str, object],
     ) -> str:
         """What stands for the picture in a prompt: pictures of one size have the same."""
         place = picture.size, settings
         with self._lock:
             text = self._texts.get(place)
         if text is None:
-            processed = self.processor.process(picture.open(self.limits) if image is None else image, options)
+            processed = self._processed(picture, content, options)
             self._ahead.keep(key, processed)
             text = processed.text
             with self._lock:
@@ -302,11 +382,11 @@ class PromptImages:
         embeds.check(self._hidden_size, self._depth)
         if self._has_axes and embeds.grid is None:
             raise bad_picture("image_embeds of this model need image_grid_thw: its tokens have three positions")
-        count = len(embeds.rows)
+        count, token = len(embeds.rows), self.processor.token_id
         if self._around is None:
-            return _Read(embeds, embeds.key, None, [self.processor.token_id] * count)
+            return _Read(IMAGE, embeds, embeds.key, None, [token] * count, token)
         text = self._token.join([self._around[0], *[""] * (count - 1), self._around[1]])
-        return _Read(embeds, embeds.key, text, self.processor.ids(text))
+        return _Read(IMAGE, embeds, embeds.key, text, self.processor.ids(text), token)
 
     @cached_property
     def _token(self) -> str:
@@ -325,20 +405,20 @@ class PromptImages:
         return None if any(between) else (first, last)
 
     def _checked(self, read: _Read) -> _Read:
-        if not self._count(read):
+        if not read.count:
             raise bad_picture(
                 f"{self._config.get('model_type')} is not read: its processor writes no token where features would be"
             )
         return read
 
-    def _loading(self, item: _Read, options: Mapping[str, object]) -> Callable[[], dict[str, torch.Tensor]]:
+    def _loading(self, item: _Read) -> Callable[[], dict[str, torch.Tensor]]:
         """What makes the tower's inputs; begun before its prompt runs, where memory allows."""
         source = item.source
         if isinstance(source, ImageEmbeds):
             return source.inputs
 
         def processed() -> Processed:
-            found = self.processor.process(source.open(self.limits), options)
+            found = self._processed(source, None, item.options)
             if found.text != item.text:
                 raise LLMError(f"the processor cuts images of {source.size} in more than one way.")
             return found
@@ -346,11 +426,11 @@ class PromptImages:
         self._ahead.want(item.key, processed)
         return lambda: self._ahead.take(item.key, processed).inputs
 
-    def _known(self, uuid: str | None) -> Picture | None:
+    def _known(self, uuid: str | None) -> Picture | Video | None:
         with self._lock:
             return None if uuid is None else self._uuids.get(uuid)
 
-    def _remember(self, uuid: str, picture: Picture) -> None:
+    def _remember(self, uuid: str, picture: Picture | Video) -> None:
         with self._lock:
             self._uuids[uuid] = picture
             if len(self._uuids) > _KEPT_UUIDS:
@@ -452,41 +532,47 @@ def without_images(
     Raises:
         ValidationError: a part is no image, or is one where the model reads none.
     """
-    sources: list[object] = []
-    uuids: list[str | None] = []
+    sources: dict[str, list[object]] = {IMAGE: [], VIDEO: []}
+    uuids: dict[str, list[str | None]] = {IMAGE: [], VIDEO: []}
 
     def part_of(part: object) -> object:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in _NOT_READ:
             raise ValidationError(
-                f"a part of type {kind!r} is not read; of a video pass the frames, as parts of type 'image_pil'.",
+                f"a part of type {kind!r} is not read; of a video pass the list of its frames, as type 'video'.",
                 parameter="messages",
             )
-        if not isinstance(part, Mapping) or kind not in ("image_url", "image_pil", "image", EMBEDS):
+        if not isinstance(part, Mapping) or kind not in ("image_url", "image_pil", IMAGE, EMBEDS, VIDEO):
             return part
         if images is None:
             raise ValidationError(f"{NO_TOWER}.", parameter="messages")
         uuid = part.get("uuid")
         if not isinstance(uuid, str | None):
             raise bad_picture(f"the uuid of an image must be a string, got {type(uuid).__name__}")
+        own = VIDEO if kind == VIDEO else IMAGE
+        uuids[own].append(uuid)
         if kind == EMBEDS:
-            sources.append(_one_embeds(part.get(kind)))
+            sources[own].append(_one_embeds(part.get(kind)))
+        elif kind == VIDEO:
+            sources[own].append(_frames_of_part(part, uuid, images.limits))
         else:
-            sources.append(_source_of(part.get(kind), str(kind), uuid, images.limits))
-        uuids.append(uuid)
-        return {"type": "image", "text": images.processor.placeholder}
+            sources[own].append(_source_of(part.get(kind), str(kind), uuid, images.limits))
+        return {"type": own, "text": images.placeholder_of(own)}
 
     found = []
     for message in conversation:
         content = message.get("content")
         parts = [part_of(part) for part in content] if isinstance(content, list | tuple) else content
         found.append({**message, "content": parts} if "content" in message else dict(message))
-    if not sources:
+    if not any(sources.values()):
         return found, None
-    return found, PromptMedia(sources, tuple(uuids) if any(uuids) else (), is_rendered=True)
+    named = {kind: tuple(given) if any(given) else () for kind, given in uuids.items()}
+    return found, PromptMedia(
+        sources[IMAGE], named[IMAGE], is_rendered=True, videos=sources[VIDEO], video_uuids=named[VIDEO]
+    )
 
 
-_NOT_READ = ("video", "video_url", "input_audio", "audio", "audio_url", "file")
+_NOT_READ = ("video_url", "input_audio", "audio", "audio_url", "file")
 NO_TOWER = "this model reads no images: its checkpoint has no vision tower"
 
 
@@ -495,6 +581,16 @@ def _one_embeds(value: object) -> ImageEmbeds:
     if len(found) != 1:
         raise bad_picture(f"a part of type {EMBEDS!r} must have the features of one image, has those of {len(found)}")
     return found[0]
+
+
+def _frames_of_part(part: Mapping[str, object], uuid: str | None, limits: MediaLimits) -> Frames | None:
+    value, metadata = part.get(VIDEO), part.get("metadata")
+    if value is None and uuid is not None:
+        return None
+    if value is None:
+        raise bad_picture("a part of type 'video' must have the list of its frames under 'video'")
+    frames = frames_of(value, limits)
+    return frames if metadata is None else Frames(frames.sources, metadata)
 
 
 def _source_of(value: object, kind: str, uuid: str | None, limits: MediaLimits) -> object:
@@ -521,7 +617,10 @@ def with_images(messages: Sequence[JsonObject], sources: Sequence[object]) -> li
 
 
 class PicturesOfCall:
-    """The pictures of a call's prompts. `plain`: their texts have their special tokens.
+    """The pictures of a call's prompts.
+
+    Args:
+        plain: the prompts' texts have their special tokens.
 
     Attributes:
         parsed: the prompts, with the tokens of pictures in the places of placeholders; or with an error.
@@ -547,10 +646,12 @@ class PicturesOfCall:
         item = self.parsed[index]
         self._read[index] = read
         if item.token_ids is not None:
-            self.parsed[index] = item._replace(token_ids=images.ids_of(item.token_ids, read))
+            ids, self._read[index] = images.ids_of(item.token_ids, read)
+            self.parsed[index] = item._replace(token_ids=ids)
         elif item.text is not None:
             plain = self._plain or media.is_rendered
-            self.parsed[index] = item._replace(token_ids=images.ids_of_text(item.text, read, plain=plain))
+            ids, self._read[index] = images.ids_of_text(item.text, read, plain=plain)
+            self.parsed[index] = item._replace(token_ids=ids)
 
     def _refuse(self, index: int, error: ValidationError) -> None:
         self.parsed[index] = self.parsed[index]._replace(token_ids=[], error=error)
@@ -565,13 +666,28 @@ class PicturesOfCall:
             return
         if row.num_dropped_tokens:
             raise bad_picture("a prompt with images cannot be cut; raise max_model_len, or pass smaller images")
-        row.images = self._images.row_images(row.token_ids, self._read[index], self._images.options_of(media))
+        row.images = self._images.row_images(row.token_ids, self._read[index])
 
 
-def _refuse_nothing(uuid: str | None) -> NoReturn:
+def _refuse_nothing(kind: str, uuid: str | None) -> NoReturn:
     if uuid is None:
-        raise bad_picture("an image is None, which only one with a uuid of multi_modal_uuids may be")
-    raise bad_picture(f"an image is None, and no image with the uuid {show(uuid)} came before")
+        raise bad_picture(f"{_an(kind)} is None, which only one with a uuid of multi_modal_uuids may be")
+    raise bad_picture(f"{_an(kind)} is None, and no {kind} with the uuid {show(uuid)} came before")
+
+
+def _refuse_tokens(count: int, kind: str, token: int) -> NoReturn:
+    raise bad_picture(
+        f"the prompt has {count} of the model's tokens for {kind}s (id {token}) and no {kind}; pass it in "
+        "multi_modal_data, or leave the placeholder out"
+    )
+
+
+def _an(kind: str) -> str:
+    return f"an {kind}" if kind == IMAGE else f"a {kind}"
+
+
+def _counted(count: int, kind: str) -> str:
+    return f"{count} {kind}{'' if count == 1 else 's'}"
 
 
 def reserved_ids(key: bytes, count: int) -> np.ndarray:

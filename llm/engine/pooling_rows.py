@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from llm.base.checks import refuse
 from llm.engine.boundary import TOKENS, PoolingPlan
-from llm.engine.images import no_images
+from llm.engine.images import PicturesOfCall
 from llm.engine.preprocess import Preprocessor, raise_refused
 from llm.engine.prompts import ParsedPrompt, Tokenization, list_prompts, parse_prompt
 from llm.engine.rows import AnyRow, RefusedRow, Row, check_prompt, rows_only
@@ -18,8 +18,10 @@ from llm.engine.step import PoolingRow
 from llm.errors import PromptTooLongError, ValidationError, nearest
 from llm.pooling_params import PoolingParams
 from llm.sampling_params import SamplingParams
+from llm.text.images import bad_picture
 from llm.text.tokenizer import Truncation
 
+Scored = str | Mapping[str, object]
 BY_TOKEN = "this model classifies every token, not whole texts; call LLM.encode."
 
 
@@ -86,17 +88,23 @@ class PoolingRows:
         tokenization = Tokenization.of(tokenization_kwargs, self._limit + 1)
         first = self._tokens_of_prefix(before) if not self._plan.modules.includes_prompt else 0
         whole = [item if isinstance(item, ParsedPrompt) else ParsedPrompt(None, [0]) for item in parsed]
-        encoded = self._preprocessor.tokenize(whole, tokenization)
+        plain = tokenization.add_special_tokens is False
+        pictures = PicturesOfCall(self._preprocessor.images, whole, plain=plain)
+        encoded = self._preprocessor.tokenize(pictures.parsed, tokenization)
         rows: list[AnyRow] = []
         for place, (text, token_ids, dropped) in enumerate(encoded):
-            found, own, index = parsed[place], asked[place], place if indices is None else indices[place]
+            given, found, own = parsed[place], pictures.parsed[place], asked[place]
+            index = place if indices is None else indices[place]
             try:
-                if isinstance(found, ValidationError):
-                    raise found
+                error = given if isinstance(given, ValidationError) else found.error
+                if error is not None:
+                    raise error
                 pooling = replace(self._pooling(own, by_token), first=first)
                 kept = self._cut(token_ids, text, own, tokenization)
                 row = self._row(text, kept, own, pooling, index, dropped + len(token_ids) - len(kept))
-                rows.append(replace(row, cache_salt=found.cache_salt))
+                row.cache_salt = found.cache_salt
+                pictures.give(row, place)
+                rows.append(row)
             except ValidationError as error:
                 rows.append(RefusedRow(index, error, text))
         return rows
@@ -143,7 +151,6 @@ class PoolingRows:
             return prompt
         try:
             parsed = parse_prompt(prompt)
-            no_images([parsed.media], "pooling")
         except ValidationError as error:
             return error
         if before and parsed.token_ids is None and parsed.text is not None:
@@ -232,7 +239,16 @@ class PoolingRows:
 
 def pair_texts(first: object, second: object) -> list[tuple[str, str]]:
     """(first, second) of each pair: one to one, one to many, or many to as many."""
-    left, right = (_texts(name, value) for name, value in (("data_1", first), ("data_2", second)))
+    pairs = pair_prompts(first, second)
+    for left, right in pairs:
+        if not isinstance(left, str) or not isinstance(right, str):
+            raise bad_picture("images are scored by LLM.score of a model of vectors alone")
+    return pairs  # type: ignore[return-value]
+
+
+def pair_prompts(first: object, second: object) -> list[tuple[Scored, Scored]]:
+    """The same of texts, and of prompts with images, which stay dicts."""
+    left, right = (_scored(name, value) for name, value in (("data_1", first), ("data_2", second)))
     if len(left) == 1:
         left = left * len(right)
     if len(left) != len(right):
@@ -244,11 +260,11 @@ def pair_texts(first: object, second: object) -> list[tuple[str, str]]:
     return list(zip(left, right, strict=True))
 
 
-def _texts(name: str, value: object) -> list[str]:
-    texts = []
+def _scored(name: str, value: object) -> list[Scored]:
+    found: list[Scored] = []
     for item in list_prompts(value):
         text = item.get("prompt") if isinstance(item, Mapping) else item
         if not isinstance(text, str):
             refuse(name, type(item).__name__, "a text or a list of texts")
-        texts.append(text)
-    return texts
+        found.append(item if isinstance(item, Mapping) and item.get("multi_modal_data") is not None else text)
+    return found

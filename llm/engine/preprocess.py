@@ -198,9 +198,11 @@ class Preprocessor:
         for text, (ids, _), own in zip(texts, encoded, media, strict=True):
             prompts.append({"prompt": text, "prompt_token_ids": ids})
             if own is not None:
-                prompts[-1]["multi_modal_data"] = {"image": own.images}
-                if own.uuids:
-                    prompts[-1]["multi_modal_uuids"] = {"image": list(own.uuids)}
+                given = {"image": own.images, "video": own.videos}
+                named = {"image": own.uuids, "video": own.video_uuids}
+                prompts[-1]["multi_modal_data"] = {kind: items for kind, items in given.items() if items}
+                if any(named.values()):
+                    prompts[-1]["multi_modal_uuids"] = {kind: list(names) for kind, names in named.items() if names}
         return prompts
 
     def chat_prompts(

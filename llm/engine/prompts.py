@@ -19,6 +19,7 @@ from llm.engine.image_embeds import embeds_of, is_embeds
 from llm.errors import ValidationError, nearest
 from llm.text.images import list_images
 from llm.text.tokenizer import Truncation
+from llm.text.videos import list_videos
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class PromptMedia:
     Attributes:
         images: as the user passed them; None where `uuids` name one that came before.
         uuids: the user's names of them; (): none are named.
+        videos, video_uuids: the same of videos.
         options: `mm_processor_kwargs`.
         is_rendered: the prompt's text has its special tokens.
     """
@@ -36,9 +38,8 @@ class PromptMedia:
     uuids: tuple[str | None, ...] = ()
     options: Mapping[str, object] = field(default_factory=dict)
     is_rendered: bool = False
-
-    def uuid(self, index: int) -> str | None:
-        return self.uuids[index] if self.uuids else None
+    videos: list[object] = field(default_factory=list)
+    video_uuids: tuple[str | None, ...] = ()
 
 
 class ParsedPrompt(NamedTuple):
@@ -194,7 +195,7 @@ def with_processor_options(prompts: object, options: object) -> object:
 
 
 _MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
-_NOT_READ = "images are read, and nothing else; pass a video as the list of its frames, as images"
+_NOT_READ = "images and the frames of videos are read, and nothing else"
 
 
 def _parse_media(prompt: Mapping[str, object]) -> PromptMedia | None:
@@ -205,20 +206,28 @@ def _parse_media(prompt: Mapping[str, object]) -> PromptMedia | None:
     given = {key: value for key, value in (data or {}).items() if value is not None}  # type: ignore[attr-defined]
     names = dict(uuids or {})  # type: ignore[call-overload]
     for key in (*given, *names):
-        if key != "image":
-            raise _bad_prompt("the keys of 'multi_modal_data'", repr(key), f"'image': {_NOT_READ}")
-    named = names.get("image")
+        if key not in ("image", "video"):
+            raise _bad_prompt("the keys of 'multi_modal_data'", repr(key), f"'image' and 'video': {_NOT_READ}")
     images: list[object] = []
     for item in list_images(given.get("image")):
         images += embeds_of(item) if isinstance(item, Mapping) and is_embeds(item) else [item]
-    listed = [named] if isinstance(named, str) else list(named or ())
+    images, named = _named("image", images, names.get("image"))
+    videos, named_videos = _named("video", list_videos(given.get("video")), names.get("video"))
+    if not images and not videos:
+        return None
+    return PromptMedia(images, named, dict(options or {}), videos=videos, video_uuids=named_videos)  # type: ignore[call-overload]
+
+
+def _named(kind: str, items: list[object], names: object) -> tuple[list[object], tuple[str | None, ...]]:
+    """The items, None in the places of those that have a uuid alone, and the uuids."""
+    listed = [names] if isinstance(names, str) else list(names or ())  # type: ignore[call-overload]
     if not all(isinstance(item, str | None) for item in listed):
-        raise _bad_prompt("'multi_modal_uuids'", show(named), "a string or None for each image")
-    if listed and not images:
-        images += [None] * len(listed)
-    if listed and len(listed) != len(images):
-        raise _bad_prompt("'multi_modal_uuids'", f"{len(listed)}", f"as many as there are images ({len(images)})")
-    return PromptMedia(images, tuple(listed), dict(options or {})) if images else None  # type: ignore[call-overload]
+        raise _bad_prompt("'multi_modal_uuids'", show(names), f"a string or None for each {kind}")
+    if listed and not items:
+        items = [None] * len(listed)
+    if listed and len(listed) != len(items):
+        raise _bad_prompt("'multi_modal_uuids'", f"{len(listed)}", f"as many as there are {kind}s ({len(items)})")
+    return items, tuple(listed)
 
 
 def _token_ids(name: str, value: object) -> list[int]:

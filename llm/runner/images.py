@@ -187,9 +187,11 @@ class ImageRows:
         known = [self._known(image) for image in images.images]
         positions = None
         # Given features that come without sizes are of a model whose tokens have one position.
-        if any(GRID in item.sizes for item in known) or (self._tower is not None and self.tower.has_axes):
+        if (self._tower is not None or any(GRID in item.sizes for item in known)) and self.tower.has_axes:
             prompt = new.token_ids[: new.num_prompt_tokens]
-            positions = self.tower.positions(prompt, [item.sizes for item in known]).numpy()
+            places = [image.places for image in images.images]
+            pairs = list(zip(places, [item.sizes for item in known], strict=True))
+            positions = self.tower.positions(prompt, pairs).numpy()
         return _Row(images, known, positions)
 
     def _known(self, image: RowImage) -> _Known:

@@ -51,7 +51,7 @@ from llm.models.vision.both_ways import sees_both_ways
 from llm.models.vision.language import feature_multiplier
 from llm.models.vision.tower import VisionTower
 from llm.platforms.interface import Platform
-from llm.quantization.on_load import ActivationStatistics
+from llm.quantization.on_load import ActivationStatistics, OnlineConfig
 from llm.runner.adapters import ModelAdapters
 from llm.runner.batch import InputBatch, StepInput
 from llm.runner.images import ImageRows, TowerTensors
@@ -635,12 +635,14 @@ class ModelRunner:
 
     def _make_tower(self) -> VisionTower:
         """The model's vision tower, with its weights; read when the first picture comes."""
+        whole = self.plan.config.quant_config
+        quant_config = whole.of_tower if isinstance(whole, OnlineConfig) else None
         with serial_pytorch(), library_defaults(self.plan.config.num_threads), torch.inference_mode(False):
             with constructing(self.plan, self.platform), _told_of_memory():
-                tower = VisionTower(self.plan.hf_config, self.plan.config.model_config.weight_dtype)
+                tower = VisionTower(self.plan.hf_config, self.plan.config.model_config.weight_dtype, quant_config)
             try:
                 tensors = TowerTensors(self.plan.source.tensors(), tower)
-                load_weights(tower, tensors, show_progress=self.plan.show_progress)
+                load_weights(tower, tensors, show_progress=self.plan.show_progress, quant_config=quant_config)
             finally:
                 self.plan.source.close()
             return self.place_model(tower)
@@ -795,6 +797,8 @@ def build_model(
     """The part of the model of rank `tp`, with empty weights; raises `ValidationError` for a setting of the user that
     matched no layer."""
     quant_config = plan.config.quant_config
+    if isinstance(quant_config, OnlineConfig) and quant_config.tower is not None:
+        _check_has_tower(plan)
     if quant_config is not None:
         renames = getattr(plan.model_class, "renames", ())
         names = plan.source.tensors().tensors if plan.has_weights else ()
@@ -814,6 +818,14 @@ def build_model(
         if file is not None:
             file.divide(model, plan.config.offload_config.planned_weight_bytes)
         return model
+
+
+def _check_has_tower(plan: RunnerPlan) -> None:
+    if not isinstance(plan.hf_config.get("vision_config"), Mapping):
+        raise ValidationError(
+            "quantization has a scheme for a vision tower, which this model does not have; leave out 'tower'.",
+            parameter="quantization",
+        )
 
 
 def fill_model(

@@ -337,7 +337,7 @@ def _with_text_content(messages: list[ChatMessage], template: str) -> list[ChatM
     """
     for message in messages:
         for part in message["content"] if isinstance(message.get("content"), list) else []:
-            is_known = isinstance(part, dict) and part.get("type") in ("text", "image")
+            is_known = isinstance(part, dict) and part.get("type") in ("text", "image", "video")
             if not is_known or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 raise ValidationError(

@@ -1,16 +1,20 @@
 """Tries every family that reads images of the installed transformers, on a tiny random checkpoint each.
 
-    python tests/models/images.py [MODEL_TYPE ...] [--write]
+    python tests/models/images.py [MODEL_TYPE ...] [--write] [--videos]
 
 Prompts with no, one and two pictures of odd sizes: token ids and pixels must be those of transformers' processor, and
 the logprobs of whole prompts and of greedy answers within 1e-4 of transformers' float32. One request is asked again
-alone, in chunks. `--write` writes the table IMAGES.md beside this file. All take some minutes, so this is not part of
-the test suite.
+alone, in chunks. `--float64` compares with transformers in float64, which tells whose rounding a difference is, and
+prints transformers' own difference between both. `--videos` does the same with videos, of the pixels that are made here
+(tests/models/test_videos.py compares these). `--write` writes the table IMAGES.md beside this file. All take some
+minutes, so this is not part of the test suite.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import inspect
 import json
 import logging
 import sys
@@ -31,6 +35,7 @@ from tiny_models import BASE, TINY_MODELS, randomise
 
 from llm import LLM, SamplingParams
 from llm.errors import LLMError
+from llm.text.videos import timing_of
 
 TOLERANCE = 1e-4
 TABLE = Path(__file__).parent / "IMAGES.md"
@@ -49,7 +54,7 @@ _TOKENS = (
     "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL", "<|IMAGE_START|>", "<|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>",
     "<image_id>", "</image_id>", "<slice>", "</slice>", "<|image_unpad|>", "<|listen|>", "</image>",
     "<|img_row_1_col_1|>",
-    "<|img_thumbnail|>",
+    "<|img_thumbnail|>", "<|begin_of_video|>", "<|end_of_video|>",
 )  # fmt: skip
 CLIP = {
     "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3,
@@ -83,6 +88,7 @@ class Family:
         processor, pixels: the keys of processor_config.json and preprocessor_config.json.
         tokens: what the tokenizer has as attributes, such as `image_token`.
         logits: a factor that the language model's own class of transformers has, and this family's leaves out.
+        positions: how long a prompt may be.
     """
 
     text: Mapping[str, Any]
@@ -92,6 +98,7 @@ class Family:
     pixels: Mapping[str, Any] = field(default_factory=dict)
     tokens: Mapping[str, str] = field(default_factory=dict)
     logits: float = 1.0
+    positions: int = 1024
 
 
 def _text(kind: str, **more: Any) -> dict[str, Any]:
@@ -111,6 +118,9 @@ _QWEN3_5 = {
         **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
     },
+}
+_COHERE = {
+    key: value for key, value in _text("cohere2", sliding_window=64, logit_scale=0.5).items() if key != "rms_norm_eps"
 }
 _QWEN_IDS = {
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
@@ -203,11 +213,7 @@ FAMILIES: dict[str, Family] = {
         {"size": {"height": 128, "width": 128}},
     ),
     "aya_vision": Family(
-        {
-            key: value
-            for key, value in _text("cohere2", sliding_window=64, logit_scale=0.5).items()
-            if key != "rms_norm_eps"
-        },
+        _COHERE,
         SIGLIP,
         {"image_token_id": "<|IMG_PATCH|>", "downsample_factor": 2, "alignment_intermediate_size": 32},
         {"patch_size": 8, "img_size": 32, "downsample_factor": 2},
@@ -450,6 +456,7 @@ FAMILIES: dict[str, Family] = {
         {"use_default_system_prompt": False},
         {"size": {"height": 192, "width": 192}, "min_size": 8},
         {"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+        positions=2048,
     ),
     "exaone4_5": Family(
         _text("exaone4", sliding_window=64),
@@ -562,13 +569,87 @@ FAMILIES: dict[str, Family] = {
         {"patch_size": 4, "min_pixels": 64, "max_pixels": 4096},
         {"image_token": "<|image_pad|>"},
     ),
+    "glm4v_moe": Family(
+        {
+            **BASE,
+            **TINY_MODELS["glm4-moe"].config,
+            "model_type": "glm4v_moe_text",
+            "vocab_size": VOCAB,
+            "head_dim": 8,
+            "use_qk_norm": False,
+            "moe_intermediate_size": 16,
+            "rope_parameters": {**_MROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5},
+        },
+        {**QWEN_VISION, "image_size": 32, "spatial_merge_size": 2},
+        {
+            "image_token_id": "<|image|>",
+            "video_token_id": "<|video|>",
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+        },
+        {"processor_class": "Glm4vProcessor"},
+        {**_QWEN_PIXELS, "image_processor_type": "Glm4vImageProcessorPil"},
+    ),
+    "granite_docling": Family(
+        {**BASE, "model_type": "granite_docling_text", "vocab_size": VOCAB, **_GRANITE},
+        {
+            **{key: value for key, value in SIGLIP.items() if key != "vision_use_head"},
+            "model_type": "granite_docling_vision",
+            "num_hidden_layers": 3,
+            "out_hidden_size": 48,
+            "scale_factor": 2,
+            "deepstack_visual_indexes": [0, 1],
+            "use_fine_route": False,
+        },
+        {"image_token_id": "<image>"},
+        {"image_seq_len": 4},
+        {"size": {"height": 32, "width": 32}, "max_patches": 4},
+    ),
+    "lfm2_vl": Family(
+        {
+            key: value
+            for key, value in _text("lfm2", **TINY_MODELS["lfm2"].config).items()
+            if value is not None and key != "rms_norm_eps"
+        },
+        {**SIGLIP, "model_type": "siglip2_vision_model", "num_patches": 64, "patch_size": 4},
+        {"image_token_id": "<image>", "projector_hidden_size": 20},
+        {},
+        {
+            "tile_size": 32,
+            "encoder_patch_size": 4,
+            "min_image_tokens": 4,
+            "max_image_tokens": 16,
+            "max_num_patches": 64,
+            "max_tiles": 4,
+            "min_tiles": 2,
+        },
+        {"image_token": "<image>"},
+    ),
+    "cohere2_vision": Family(
+        {
+            key: value
+            for key, value in _text("cohere2", sliding_window=64, logit_scale=0.5).items()
+            if key != "rms_norm_eps"
+        },
+        SIGLIP,
+        {"image_token_id": "<|IMG_PATCH|>", "downsample_factor": 2, "alignment_intermediate_size": 32},
+        {},
+        {"size": {"height": 32, "width": 32}, "patch_size": 2, "max_patches": 4},
+        {
+            "image_token": "<|IMG_PATCH|>",
+            "boi_token": "<|START_OF_IMG|>",
+            "eoi_token": "<|END_OF_IMG|>",
+            "img_line_break_token": "<|IMG_LINE_BREAK|>",
+        },
+    ),
 }
 
 
 _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-    "PLACEHOLDER{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "PLACEHOLDER{% elif part['type'] == 'video' %}MOVIE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -603,14 +684,14 @@ def write(name: str, folder: Path, seed: int = 3) -> Any:
     more = {key: with_ids(value) for key, value in family.more.items()}
     config = AutoConfig.for_model(
         kind,
-        text_config={**family.text, "max_position_embeddings": 2048 if kind == "janus" else 1024},
+        text_config={**family.text, "max_position_embeddings": family.positions},
         vision_config=dict(family.vision),
         **{"tie_word_embeddings": False, **more},
     )
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     randomise(model, seed=seed)
     model.save_pretrained(folder)
-    tokenizer.chat_template = _TEMPLATE.replace("PLACEHOLDER", wrapped(name))
+    tokenizer.chat_template = _TEMPLATE.replace("PLACEHOLDER", wrapped(name)).replace("MOVIE", video_mark(name))
     tokenizer.save_pretrained(folder)
     known = IMAGE_PROCESSOR_MAPPING_NAMES.get(kind, {})
     pixels = {"image_processor_type": known.get("pil") or known.get("torchvision"), **family.pixels}
@@ -636,6 +717,13 @@ def wrapped(name: str) -> str:
     return f"{first}{placeholder(name)}{last}"
 
 
+def video_mark(name: str) -> str:
+    """What stands for a video in a prompt, with the tokens around it."""
+    if name[:4] in ("glm4", "glm_"):
+        return "<|begin_of_video|><|video|><|end_of_video|>"
+    return "<|vision_start|><|video_pad|><|vision_end|>" if name[:4] == "qwen" else VIDEO_TOKENS.get(name, "<video>")
+
+
 def picture(width: int, height: int, seed: int = 0) -> Any:
     from PIL import Image
 
@@ -653,6 +741,38 @@ PROMPTS: tuple[tuple[str, tuple[int, ...]], ...] = (
 )
 
 
+VIDEO_TOKENS = {"exaone4_5": "<|video_pad|>"}
+VIDEO_FAMILIES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v", "glm_ocr"),
+    *("exaone4_5", "llava_onevision", "llava_next_video", "internvl", "smolvlm"),
+)
+VIDEOS: tuple[Any, ...] = (
+    ([picture(53, 37, seed) for seed in range(3)], {"fps": 2.0}),
+    ([picture(40, 48, seed) for seed in range(4)], {"fps": 24.0, "frames_indices": [0, 30, 60, 95]}),
+    ([picture(53, 37, seed) for seed in range(4, 7)], {"fps": 2.0}),
+)
+# Of those transformers takes only videos of as many frames in one prompt, and of those no pictures beside videos.
+_AS_MANY = ("llava_onevision", "llava_next_video")
+_VIDEOS_ALONE = ("smolvlm", "internvl", "glm4v", "glm46v", "glm_ocr")
+# Text, where @ stands for a video; which videos and pictures.
+VIDEO_PROMPTS: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (
+    ("a @ b", (0,), ()),
+    ("@ or @?", (1, 0), ()),
+    ("x # @ # y", (1,), (1, 0)),
+)
+
+
+def asked_of_videos(name: str) -> list[dict[str, Any]]:
+    """The prompts for `LLM.generate`."""
+    found: list[dict[str, Any]] = []
+    for text, videos, pictures in VIDEO_PROMPTS[: 2 if name in _VIDEOS_ALONE else 3]:
+        videos = (2, 0) if len(videos) == 2 and name in _AS_MANY else videos
+        data = {"video": [VIDEOS[index] for index in videos], "image": [PICTURES[index] for index in pictures]}
+        marked = text.replace("#", wrapped(name)).replace("@", video_mark(name))
+        found.append({"prompt": marked, "multi_modal_data": data})
+    return found
+
+
 def asked(name: str) -> list[dict[str, Any]]:
     """The prompts for `LLM.generate`."""
     mark = wrapped(name)
@@ -665,37 +785,58 @@ def asked(name: str) -> list[dict[str, Any]]:
 def worst(name: str, llm: LLM, model: Any, prompt: Mapping[str, Any], output: Any) -> float:
     """The largest difference of a logprob to transformers'; raises where ids or pixels differ."""
     images = prompt["multi_modal_data"]["image"]
+    videos = prompt["multi_modal_data"].get("video", ())
     inputs, full = theirs(llm, prompt, output)
-    if images:
+    if images and not videos:
         own = llm._preprocessor.images
         for index, image in enumerate(images):  # one at a time gives the pixels of all together
             found = own.processor.process(image, {}).inputs
             for key in ("pixel_values", "image_grid_thw"):
                 if key in found and len(images) == 1:
                     assert torch.equal(found[key], inputs[key]), f"{key} of image {index}"
-    with torch.inference_mode():
-        logits = model(**inputs).logits[0].float() * FAMILIES[name].logits
-    logprobs = logits.log_softmax(-1)
+    logprobs = logprobs_of(name, model, inputs)
     count = len(output.prompt_token_ids)
     scored = [*zip(output.prompt_logprobs[1:], logprobs[: count - 1], strict=True)]
     scored += [*zip(output.outputs[0].logprobs, logprobs[count - 1 : len(full) - 1], strict=True)]
     return max(abs(item.logprob - float(row[token])) for tops, row in scored for token, item in tops.items())
 
 
+def logprobs_of(name: str, model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """transformers', [tokens, vocabulary]; in float64 of a model in float64."""
+    taken = inspect.signature(model.forward).parameters
+    given = {key: value for key, value in inputs.items() if key in taken}
+    if model.dtype == torch.float64:
+        given = {key: value.double() if torch.is_floating_point(value) else value for key, value in given.items()}
+    with torch.inference_mode():
+        logits: torch.Tensor = model(**given).logits[0] * FAMILIES[name].logits
+    return logits.log_softmax(-1)
+
+
+def own_rounding(name: str, llm: LLM, model: Any, exact: Any, prompt: Mapping[str, Any], output: Any) -> float:
+    """The largest difference of a logprob that was asked for between transformers' float32 and its float64."""
+    inputs, _ = theirs(llm, prompt, output)
+    pair = [logprobs_of(name, own, inputs) for own in (model, exact)]
+    top = pair[1].topk(3).indices
+    return float((pair[0].gather(1, top) - pair[1].gather(1, top)).abs().max())
+
+
 def theirs(llm: LLM, prompt: Mapping[str, Any], output: Any) -> tuple[dict[str, Any], list[int]]:
     """transformers' inputs for a prompt and its answer; raises where its processor gives other ids."""
     images = prompt["multi_modal_data"]["image"]
     processor = llm._preprocessor.images.processor._theirs
+    videos = prompt["multi_modal_data"].get("video", ())
     nested = type(processor).__name__ in ("Idefics2Processor", "Idefics3Processor", "SmolVLMProcessor")
     given = {"images": [images] if nested else images} if images else {}
-    if images:
+    if videos:
+        inputs = _inputs_of_videos(llm, prompt["prompt"], images, videos)
+    elif images:
         inputs = dict(processor(text=[prompt["prompt"]], return_tensors="pt", **given))
     else:
         inputs = dict(processor.tokenizer([prompt["prompt"]], return_tensors="pt"))
     inputs.pop("labels", None)
     ids = inputs["input_ids"][0].tolist()
     assert ids == list(output.prompt_token_ids), f"ids {list(output.prompt_token_ids)} are {ids} in transformers"
-    full = ids + list(output.outputs[0].token_ids)
+    full = ids + (list(output.outputs[0].token_ids) if isinstance(output.outputs, list) else [])
     inputs["input_ids"] = torch.tensor([full])
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     for key in ("mm_token_type_ids", "token_type_ids"):
@@ -704,6 +845,24 @@ def theirs(llm: LLM, prompt: Mapping[str, Any], output: Any) -> tuple[dict[str, 
             more = more.to(inputs[key].dtype)
             inputs[key] = torch.cat([inputs[key], more], 1)
     return inputs, full
+
+
+def _inputs_of_videos(llm: LLM, text: str, images: Any, videos: Any) -> dict[str, Any]:
+    """As transformers' processor makes them, of pixels that were made here."""
+    own = llm._preprocessor.images.processor
+    seen = [own.process(image, {}) for image in images]
+    shown = [own.videos.process(frames, timing_of(known, len(frames)), {}) for frames, known in videos]
+    found: dict[str, Any] = dict(own._theirs.image_processor(images, return_tensors="pt")) if images else {}
+    for item in shown:
+        for key, value in item.inputs.items():
+            place = int(key.startswith("pixel") and type(own._theirs).__name__ == "SmolVLMProcessor")  # of frames
+            found[key] = torch.cat([found[key], value], place) if key in found else value
+    (whole,), _ = own._theirs.get_text_with_replacements(
+        [text], [item.text for item in seen], [item.text for item in shown]
+    )
+    ids = own._theirs.tokenizer([whole])["input_ids"]
+    kinds = own._theirs.create_mm_token_type_ids(ids)
+    return {**found, "input_ids": torch.tensor(ids), "mm_token_type_ids": torch.tensor(kinds)}
 
 
 def bits(output: Any) -> tuple[Any, ...]:
@@ -732,16 +891,23 @@ class Result:
     note: str
 
 
-def attempt(name: str, folder: Path) -> Result:
+def attempt(
+    name: str, folder: Path, make: Callable[[str], list[dict[str, Any]]] = asked, float64: bool = False
+) -> Result:
     try:
         model = write(name, folder)
     except Exception as error:
         return Result(name, "not built", f"{type(error).__name__}: {_line(error)}")
     try:
         with LLM(folder, use_tqdm_on_load=False) as llm:
-            prompts = asked(name)[name == "paligemma" :]  # without a picture it has no mask in transformers
+            prompts = make(name)[name == "paligemma" :]  # without a picture it has no mask in transformers
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-            each = [worst(name, llm, model, prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+            pairs = list(zip(prompts, outputs, strict=True))
+            exact = copy.deepcopy(model).double() if float64 else model
+            each = [worst(name, llm, exact, prompt, output) for prompt, output in pairs]
+            if float64:
+                own = max(own_rounding(name, llm, model, exact, prompt, output) for prompt, output in pairs)
+                print(f"transformers' float32 is {own:.1e} from its float64; ours is:", flush=True)
             logging.getLogger("images").debug("%s", each)
             found = max(each)
         with LLM(folder, use_tqdm_on_load=False, max_num_batched_tokens=16, enable_prefix_caching=False) as llm:
@@ -764,6 +930,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--videos", action="store_true")
+    parser.add_argument("--float64", action="store_true")
     parser.add_argument("--debug", action="store_true")
     given = parser.parse_args(arguments)
     if given.debug:
@@ -775,10 +943,10 @@ def main(arguments: list[str] | None = None) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     rows: list[Result] = []
-    run: Callable[[str, Path], Result] = attempt
-    for name in given.families or [*FAMILIES]:
+    make = asked_of_videos if given.videos else asked
+    for name in given.families or (VIDEO_FAMILIES if given.videos else [*FAMILIES]):
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(run(name, Path(folder)))
+            rows.append(attempt(name, Path(folder), make, given.float64))
         print(f"{rows[-1].name:20} {rows[-1].how:10} {rows[-1].note}", flush=True)
     agree = sum(row.how == "agrees" for row in rows)
     print(f"{agree} of {len(rows)} agree")

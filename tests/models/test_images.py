@@ -15,7 +15,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from llm import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from llm import LLM, AsyncLLM, BeamSearchParams, PoolingParams, SamplingParams
 from llm.errors import LLMError, ValidationError
 from llm.tools.serve.app import Endpoint
 
@@ -317,7 +317,7 @@ def test_a_mistake_is_one_sentence_before_anything_runs(
         ({"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}, "on a network"),
         ({"type": "image_url", "image_url": "../../../etc/passwd"}, "is not below allowed_local_media_path"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "must be data:image/"),
-        ({"type": "video", "video": []}, "pass the frames"),
+        ({"type": "video_url", "video_url": "a.mp4"}, "pass the list of its frames"),
         ({"type": "image_pil"}, "must have the image under 'image_pil'"),
     ],
 )
@@ -403,3 +403,60 @@ def test_an_adapter_of_the_tower_is_refused(folder: Path, tmp_path: Path) -> Non
     save_file(pair, str(tmp_path / "adapter_model.safetensors"))
     with LLM(folder, use_tqdm_on_load=False, enable_lora=True) as llm, pytest.raises(LLMError, match="vision tower"):
         llm.generate("a", SHORT, use_tqdm=False, lora_request=LoRARequest("a", 1, str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_vectors_of_prompts_with_pictures_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """The last token's hidden state, alone and in a batch; scores are the cosines."""
+    import numpy as np
+
+    model = images.write(name, tmp_path)
+    prompts = images.asked(name)
+    with LLM(tmp_path, use_tqdm_on_load=False, runner="pooling", max_num_batched_tokens=64) as llm:
+        outputs = llm.embed(prompts, use_tqdm=False)
+        found = outputs.to_numpy()
+        alone = np.concatenate([llm.embed(prompt, use_tqdm=False).to_numpy() for prompt in prompts])
+        assert np.array_equal(found, alone)
+        for prompt, output, vector in zip(prompts, outputs, found, strict=True):
+            inputs, _ = images.theirs(llm, prompt, output)
+            with torch.inference_mode():
+                hidden = model(**inputs, output_hidden_states=True).hidden_states[-1][0, -1]
+            expected = torch.nn.functional.normalize(hidden, dim=-1).numpy()
+            assert np.abs(vector - expected).max() < images.TOLERANCE
+        scores = llm.score("hello", prompts[1:], use_tqdm=False).to_numpy()
+        text = llm.embed("hello", use_tqdm=False).to_numpy()[0]
+        assert np.allclose(scores, found[1:] @ text, atol=1e-6) and len(set(scores.tolist())) == len(scores)
+        bad = {"prompt": "no place", "multi_modal_data": {"image": PICTURE}}
+        with pytest.raises(ValidationError, match="has 0 of the placeholder"):
+            llm.embed(["text", bad], use_tqdm=False)
+        with pytest.raises(ValidationError, match="cannot be cut"):
+            llm.embed(prompts[1], pooling_params=PoolingParams(truncate_prompt_tokens=3), use_tqdm=False)
+        assert llm.embed("hello", use_tqdm=False).to_numpy().tolist() == [text.tolist()]
+
+
+def test_a_tower_can_be_quantized(folder: Path) -> None:
+    prompts = images.asked("qwen2_5_vl")[1:]
+    features = {}
+    for tower in (None, "w8a8", "fp8"):
+        with LLM(folder, use_tqdm_on_load=False, quantization={"scheme": "w8a8", "tower": tower}) as llm:
+            together = [output.outputs[0].token_ids for output in llm.generate(prompts, SHORT, use_tqdm=False)]
+            alone = [llm.generate(prompt, SHORT, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+            assert together == alone
+            features[tower] = features_of(llm, PICTURE)["image_embeds"]
+            kinds = {type(layer.quant_method).__name__ for layer in linear_layers(llm)}
+            assert len(kinds) == 1 and ("Unquantized" in kinds.pop()) == (tower is None)
+    for tower in ("w8a8", "fp8"):
+        assert not torch.equal(features[tower], features[None])
+        assert torch.cosine_similarity(features[tower], features[None], dim=-1).min() > 0.98
+
+
+def linear_layers(llm: LLM) -> list[Any]:
+    tower = llm._engine.runner.images.tower
+    return [module for module in tower.modules() if hasattr(module, "quant_method")]
+
+
+def test_a_scheme_for_no_tower_is_refused(folder: Path) -> None:
+    with pytest.raises(ValidationError, match="vision tower, which this model does not have"):
+        LLM(quantization={"scheme": "w8a8", "tower": "w8a8"})
+    with pytest.raises(ValidationError, match="tower='w4a16'; the vision tower can be 'w8a8'"):
+        LLM(folder, quantization={"scheme": "w8a8", "tower": "w4a16"})

@@ -146,7 +146,8 @@ class DecoderForCausalLM(Patchable):
             )
         if self.config.score_tokens is not None:
             self.merge_weights = partial(_with_score, self.config.score_tokens)
-        self.left_out = (*getattr(self, "left_out", ()), "lm_head", *(() if classes else ("score",)))
+        heads = ("lm_head", *(name for name, target in getattr(self, "renames", ()) if target == "lm_head"))
+        self.left_out = (*getattr(self, "left_out", ()), *heads, *(() if classes else ("score",)))
         self.further_renames = tuple((name, f"model.{name}") for name, _ in self.model.named_children())
         if self.config.classes_by_token:
             self.further_renames += (("classifier", "score"),)

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from llm.kernels.backend import Operations
+from llm.layers.qwen2_decoder import CustomQwen2Decoder
 from llm.layers.vision import RelPosAttention, attend_sequences
 from llm.models.transformers_backend.skeleton import Theirs
+from llm.quantization.base import QuantizationConfig
 
 NAME = "llm_flash_sequences"
 _operations: ContextVar[Operations] = ContextVar("operations of the tower that computes")
@@ -53,7 +56,9 @@ def is_sams(module: nn.Module) -> bool:
 class SamAttention(RelPosAttention):
     """The operation in the place of transformers' module."""
 
-    def __init__(self, theirs: Theirs, prefix: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, theirs: Theirs, prefix: str, dtype: torch.dtype, quant_config: QuantizationConfig | None = None
+    ) -> None:
         tables = (theirs.rel_pos_h, theirs.rel_pos_w) if theirs.use_rel_pos else None
         size = None if tables is None else ((len(tables[0]) + 1) // 2, (len(tables[1]) + 1) // 2)
         super().__init__(
@@ -63,6 +68,7 @@ class SamAttention(RelPosAttention):
             theirs.use_rel_pos,
             size,
             params_dtype=dtype,
+            quant_config=quant_config,
             prefix=prefix,
         )
 
@@ -70,6 +76,43 @@ class SamAttention(RelPosAttention):
         self, hidden_states: torch.Tensor, output_attentions: object = None
     ) -> tuple[torch.Tensor, None]:
         return super().forward(hidden_states), None
+
+
+def is_decoder_of_ocr(module: nn.Module) -> bool:
+    """Whether it is the encoder of DeepSeek-OCR 2 in transformers, in the form that the operation has."""
+    if type(module).__name__ != "DeepseekOcr2VisionEncoder":
+        return False
+    theirs: Theirs = module
+    config = theirs.config
+    is_plain = config.rope_parameters["rope_type"] == "default" and not theirs.has_sliding_layers
+    return is_plain and config.hidden_act == "silu"
+
+
+class OcrDecoder(CustomQwen2Decoder):
+    """The operation in the place of transformers' module."""
+
+    def __init__(
+        self, theirs: Theirs, prefix: str, dtype: torch.dtype, quant_config: QuantizationConfig | None = None
+    ) -> None:
+        config = theirs.config
+        super().__init__(
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.intermediate_size,
+            config.rms_norm_eps,
+            config.rope_parameters["rope_theta"],
+            dtype,
+            quant_config,
+            prefix,
+        )
+
+    def forward(self, inputs_embeds: torch.Tensor, num_patches: int, **_: object) -> Theirs:  # type: ignore[override]
+        kinds = torch.ones(inputs_embeds.shape[:2], dtype=torch.int64, device=inputs_embeds.device)
+        kinds[:, :num_patches] = 0
+        found = super().forward(inputs_embeds, kinds)
+        return SimpleNamespace(last_hidden_state=found, hidden_states=None, attentions=None)
 
 
 def _attend(

@@ -24,6 +24,7 @@ _PREFIX = "Images_"
 # The name of a language model's config in transformers -> the family whose class reads it.
 _SAME = {
     "deepseek_ocr2_text": "deepseek_v2",
+    "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
     "glm_ocr_text": "glm4",
     "granite4_vision_text": "granite",

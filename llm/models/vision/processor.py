@@ -7,10 +7,12 @@ Here each is put together from the parts that a picture needs, all of them PIL's
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +23,15 @@ from llm.base.text import clip, show
 from llm.base.types import JsonObject
 from llm.errors import UnsupportedModelError, ValidationError, nearest
 from llm.models.transformers_backend.skeleton import Theirs
+from llm.models.vision.inputs import Processed
+from llm.models.vision.video import VideoProcessor, in_words
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
-FILES = ("processor_config.json", "preprocessor_config.json")
+FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+IMAGE, VIDEO = "image", "video"
 # Sub-processors whose settings are in processor_config.json, and its other keys that are no argument.
 _NO_ARGUMENTS = frozenset(
     "processor_class auto_map image_processor video_processor feature_extractor audio_processor tokenizer "
@@ -34,25 +39,6 @@ _NO_ARGUMENTS = frozenset(
 )
 # What a processor returns beside a tower's inputs.
 _NOT_FOR_TOWERS = frozenset("rows cols num_crops num_patches num_tokens".split())
-
-Inputs = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Processed:
-    """A picture for a tower.
-
-    Attributes:
-        inputs: of the tower, by transformers' names; first dimension: this picture alone.
-        text: what stands for it in a prompt, made of special tokens.
-    """
-
-    inputs: Inputs
-    text: str
-
-    @property
-    def nbytes(self) -> int:
-        return sum(value.nbytes for value in self.inputs.values())
 
 
 class PictureProcessor:
@@ -68,19 +54,22 @@ class PictureProcessor:
 
     Attributes:
         placeholder: the text that stands for a picture in a prompt; one token, `placeholder_id`.
-        token_id: of the tokens in whose places features are.
+        token_id: of the tokens in whose places a picture's features are.
     """
 
     def __init__(
         self, folder: Path, config: JsonObject, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, JsonObject]
     ) -> None:
         self._family = str(config.get("model_type", "?"))
+        self._files = [settings[name] for name in FILES]
         self._theirs = _build(folder, self._family, settings, tokenizer)
         self._tokenizer = tokenizer
         self.placeholder: str = self._placeholder()
         (self.placeholder_id,) = self.ids(self.placeholder)
         own = config.get("image_token_id", config.get("image_token_index"))
         self.token_id = own if isinstance(own, int) else getattr(self._theirs, "image_token_id", self.placeholder_id)
+        video = config.get("video_token_id", config.get("video_token_index"))
+        self._video_token_id = video if isinstance(video, int) else self.token_id
         self.settings = json.dumps([self._family, settings], sort_keys=True, default=str)
 
     def ids(self, text: str) -> list[int]:
@@ -88,18 +77,44 @@ class PictureProcessor:
         found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
 
-    def whole_ids(self, text: str, texts: Sequence[str], *, plain: bool) -> list[int]:
-        """Of a prompt with as many placeholders as there are `texts`, which stand for pictures.
+    @cached_property
+    def videos(self) -> VideoProcessor:
+        """Raises `UnsupportedModelError` where videos of this family are not read."""
+        return VideoProcessor(self._family, self._theirs, self._files)
 
+    @property
+    def feature_ids(self) -> frozenset[int]:
+        """The tokens that have features."""
+        return frozenset({self.token_id, self._video_token_id})
+
+    def token_id_in(self, ids: Sequence[int], kind: str) -> int:
+        """Of the tokens with features in what stands for a picture or a video."""
+        own = self.token_id if kind == IMAGE else self._video_token_id
+        return own if own in ids else self.token_id
+
+    def placeholder_of(self, kind: str) -> str:
+        return self.placeholder if kind == IMAGE else self.videos.placeholder
+
+    def kinds_in(self, text: str, kinds: Collection[str]) -> list[str]:
+        """Of the placeholders in a text, in their order; placeholders of other kinds are text."""
+        by_text = {self.placeholder_of(kind): kind for kind in kinds}
+        return [by_text[found] for found in re.findall("|".join(map(re.escape, by_text)), text)] if kinds else []
+
+    def whole_ids(self, text: str, texts: Sequence[str], kinds: Sequence[str], *, plain: bool) -> list[int]:
+        """Of a prompt with as many placeholders as there are `texts`, which stand for pictures and videos.
+
+        kinds: of the placeholders, in their order.
         plain: the prompt has its special tokens.
         """
         from PIL import Image
 
-        blank = [Image.new("RGB", (1, 1))] * len(texts)
+        blank = [Image.new("RGB", (1, 1))] * kinds.count(IMAGE)
         options = {"format": False, "images_kwargs": {}} if self._family == "got_ocr2" else {}
-        _, (whole,), *_ = self._theirs.prepare_inputs_layout(images=blank, text=[text], **options)
-        parts = whole.split(self.placeholder)
+        _, (whole,), *_ = self._theirs.prepare_inputs_layout(images=blank or None, text=[text], **options)
+        parts = re.split("|".join(re.escape(self.placeholder_of(kind)) for kind in set(kinds)), whole)
         expanded = parts[0] + "".join(own + part for own, part in zip(texts, parts[1:], strict=True))
+        if self._family == "idefics2":
+            expanded = self._theirs.joined(expanded)
         found: list[int] = self._tokenizer(expanded, add_special_tokens=not plain)["input_ids"]
         return found
 
@@ -122,7 +137,7 @@ class PictureProcessor:
         Raises:
             ValidationError: the processor cannot take the picture, or an option.
         """
-        known = self._known_options()
+        known = self.options_of(IMAGE)
         for name in options:
             if name not in known:
                 listed = ", ".join(sorted(known))
@@ -149,8 +164,13 @@ class PictureProcessor:
         inputs = {name: _tensor(value) for name, value in found.items() if name not in unused}
         return Processed({name: value for name, value in inputs.items() if value.numel()}, texts[0])
 
-    def _known_options(self) -> frozenset[str]:
-        """The names of a picture's settings."""
+    def options_of(self, kind: str) -> frozenset[str]:
+        """The names of the settings of pictures, or of videos; () if these are not read."""
+        if kind == VIDEO:
+            try:
+                return self.videos.options
+            except UnsupportedModelError:
+                return frozenset()
         from transformers.processing_utils import ImagesKwargs
 
         of_class = self._theirs.valid_processor_kwargs.__annotations__.get("images_kwargs", ImagesKwargs)
@@ -166,7 +186,6 @@ class PictureProcessor:
 
 
 def _build(folder: Path, family: str, settings: Mapping[str, JsonObject], tokenizer: PreTrainedTokenizerBase) -> Theirs:
-    from transformers import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
     names = [found["processor_class"] for found in settings.values() if found.get("processor_class")]
@@ -175,15 +194,12 @@ def _build(folder: Path, family: str, settings: Mapping[str, JsonObject], tokeni
     if theirs is None:
         raise UnsupportedModelError(f"transformers has no processor for images of model_type {show(family)}.")
     try:
-        images = AutoImageProcessor.from_pretrained(
-            str(folder), backend="pil", local_files_only=True, trust_remote_code=False
-        )
-        own = {"image_processor": images, "tokenizer": tokenizer}
+        own = {"image_processor": _image_processor(folder), "tokenizer": tokenizer}
         parts = {name: own.get(name) for name in theirs.get_attributes()}
         arguments = {key: value for key, value in settings[FILES[0]].items() if key not in _NO_ARGUMENTS}
         module = sys.modules[theirs.__module__]
-        if getattr(module, "num2words", True) is None:  # counts frames in words, which nothing here has
-            module.num2words = str  # type: ignore[attr-defined]
+        if getattr(module, "num2words", True) is None:  # counts the frames of a video in words
+            module.num2words = in_words  # type: ignore[attr-defined]
         return _without_videos(theirs)(**parts, **arguments)
     except (ImportError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise UnsupportedModelError(
@@ -191,8 +207,40 @@ def _build(folder: Path, family: str, settings: Mapping[str, JsonObject], tokeni
         ) from error
 
 
+def _image_processor(folder: Path) -> Theirs:
+    """Of Pillow and NumPy; some families have one of torchvision alone."""
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(
+            str(folder), backend="pil", local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, ImportError) as error:
+        if importlib.util.find_spec("torchvision") is not None:
+            raise
+        raise ImportError("transformers has it for torchvision alone, which is not installed") from error
+
+
 def _class_of(name: str, theirs: Callable[[str], Theirs]) -> Theirs:
+    if name == "Idefics2Processor":
+        return idefics2_processor(theirs(name))
     return pixtral_processor() if name == "PixtralProcessor" else theirs(name)
+
+
+def idefics2_processor(theirs: Theirs) -> type:
+    """transformers' Idefics2Processor, which writes the text of all pictures of a prompt at once."""
+
+    class Idefics2Processor(theirs):
+        def replace_image_token(self, image_inputs: Theirs, image_idx: int, **_: object) -> str:
+            one = f"{self.fake_image_token}{self.image_token * self.image_seq_len}{self.fake_image_token}"
+            return self.joined(one * image_inputs["pixel_values"].shape[1])
+
+        def joined(self, text: str) -> str:
+            """One token, not two, between pictures; a word behind one begins with a space."""
+            mark = str(self.fake_image_token)
+            return re.sub(rf"{re.escape(mark)}(?=[^\s<])", f"{mark} ", text.replace(mark * 2, mark))
+
+    return Idefics2Processor
 
 
 def pixtral_processor() -> type:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,10 +27,15 @@ from llm.layers.vision import Conv2dLayer, Conv3dLayer
 from llm.models.transformers_backend.model import WeightNames
 from llm.models.transformers_backend.skeleton import Theirs, check_counts, compute_buffers, refusing, without_warnings
 from llm.models.vision import attention
+from llm.quantization.base import QuantizationConfig
 
 # Where transformers' models have their language model, from the model or from its `model`.
 _LANGUAGE = ("language_model", "text_model")
 _HEADS = ("lm_head", "language_model.lm_head")
+VIDEO_PIXELS = "pixel_values_videos"
+# What positions are made of, by the names of a tower's inputs; the kinds of tokens.
+_SIZES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+_IMAGE_TOKEN, _VIDEO_TOKEN = 1, 2
 
 
 @dataclass(frozen=True)
@@ -73,12 +79,15 @@ class VisionTower(Patchable):
     Args:
         raw: the decoded config.json.
         dtype: in which matrices are stored; everything is computed in float32.
+        quant_config: how the linear layers are quantized; None: they are not.
 
     Raises:
         UnsupportedModelError: transformers has no such model, or it has no `get_image_features`.
     """
 
-    def __init__(self, raw: JsonObject, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, raw: JsonObject, dtype: torch.dtype = torch.float32, quant_config: QuantizationConfig | None = None
+    ) -> None:
         super().__init__()
         with torch.no_grad(), refusing(f"the vision tower of {raw.get('model_type')} cannot be built"):
             model = _skeleton(raw)
@@ -88,10 +97,12 @@ class VisionTower(Patchable):
             compute_buffers(model)
             for path, module in list(model.named_modules()):
                 if attention.is_sams(module):
-                    model.set_submodule(path, attention.SamAttention(module, path, dtype))
+                    model.set_submodule(path, attention.SamAttention(module, path, dtype, quant_config))
+                elif attention.is_decoder_of_ocr(module):
+                    model.set_submodule(path, attention.OcrDecoder(module, path, dtype, quant_config))
             for path, module in list(model.named_modules()):
                 if type(module) is nn.Linear:
-                    model.set_submodule(path, _linear(module, path, dtype))
+                    model.set_submodule(path, _linear(module, path, dtype, quant_config))
                 elif type(module) in (nn.Conv2d, nn.Conv3d):
                     model.set_submodule(path, _convolution(module))
             _allocate(model)
@@ -100,8 +111,6 @@ class VisionTower(Patchable):
         for name, parameter in model.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         self._theirs: tuple[Theirs] = (model,)  # its parts are registered above, under the names of the checkpoint
-        takes = inspect.signature(_owner(model, "get_image_features").get_image_features).parameters
-        self._takes = frozenset(takes)
         self._ops = backend_of_construction().ops
 
     def rename_weight(self, name: str) -> str:
@@ -130,22 +139,23 @@ class VisionTower(Patchable):
         return found
 
     def features(self, inputs: Mapping[str, torch.Tensor]) -> Features:
-        """Of one picture, of what its processor made."""
-        model = _owner(self._theirs[0], "get_image_features")
-        takes = self._takes
+        """Of one picture or video, of what its processor made."""
+        name = "get_video_features" if VIDEO_PIXELS in inputs else "get_image_features"
+        compute = getattr(_owner(self._theirs[0], name), name)
+        takes = inspect.signature(compute).parameters
         given = {name: value for name, value in inputs.items() if name in takes}
         with attention.computing(self._ops):
-            found = model.get_image_features(**given, **self._defaults(), return_dict=True)
+            found = compute(**given, **self._defaults(takes), return_dict=True)
         rows = _rows(getattr(found, "pooler_output", found))
         deep = getattr(found, "deepstack_features", None) or ()
         return Features(rows, tuple(map(_rows, deep)))
 
-    def _defaults(self) -> dict[str, Theirs]:
+    def _defaults(self, takes: Collection[str]) -> dict[str, Theirs]:
         """Arguments that the models' forward takes from config.json where it is not given them."""
         config = self._theirs[0].config
         found: dict[str, Theirs] = {}
         for name in ("vision_feature_layer", "vision_feature_select_strategy"):
-            if name in self._takes and hasattr(config, name):
+            if name in takes and hasattr(config, name):
                 found[name] = getattr(config, name)
         return found
 
@@ -154,16 +164,24 @@ class VisionTower(Patchable):
         """Whether tokens have three positions."""
         return hasattr(_base(self._theirs[0]), "get_rope_index")
 
-    def positions(self, token_ids: Sequence[int], pictures: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-        """The three positions of a prompt's tokens, int64 [3, N]."""
+    def positions(
+        self, token_ids: Sequence[int], pictures: Sequence[tuple[np.ndarray, Mapping[str, torch.Tensor]]]
+    ) -> torch.Tensor:
+        """The three positions of a prompt's tokens, int64 [3, N].
+
+        Args:
+            pictures: of each picture or video the places of its tokens and the sizes among its inputs.
+        """
         base = _base(self._theirs[0])
+        kinds = torch.zeros(1, len(token_ids), dtype=torch.int32)
+        given: dict[str, Theirs] = {}
+        for places, inputs in pictures:
+            kinds[0, torch.from_numpy(places)] = _VIDEO_TOKEN if "video_grid_thw" in inputs else _IMAGE_TOKEN
+            for name in _SIZES:
+                if name in inputs:
+                    given[name] = torch.cat([given[name], inputs[name]]) if name in given else inputs[name]
         ids = torch.tensor([list(token_ids)], dtype=torch.int64)
-        grids = [inputs["image_grid_thw"] for inputs in pictures if "image_grid_thw" in inputs]
-        found, _ = base.get_rope_index(
-            ids,
-            mm_token_type_ids=(ids == self.token_id).int(),
-            image_grid_thw=torch.cat(grids) if grids else None,
-        )
+        found, _ = base.get_rope_index(ids, mm_token_type_ids=kinds, **given)
         positions: torch.Tensor = found[:, 0].long()
         return positions
 
@@ -215,12 +233,15 @@ def _take_out_language_model(model: Theirs) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _linear(theirs: nn.Linear, name: str, dtype: torch.dtype) -> ReplicatedLinear:
+def _linear(
+    theirs: nn.Linear, name: str, dtype: torch.dtype, quant_config: QuantizationConfig | None
+) -> ReplicatedLinear:
     return ReplicatedLinear(
         theirs.in_features,
         theirs.out_features,
         theirs.bias is not None,
         params_dtype=dtype,
+        quant_config=quant_config,
         prefix=name,
         return_bias=False,
     )
@@ -242,7 +263,10 @@ def _convolution(theirs: Theirs) -> Conv2dLayer | Conv3dLayer:
 
 
 def _allocate(model: nn.Module) -> None:
+    """What is transformers' own: layers of ours have their weights, or wait for them on the meta device."""
     for module in model.modules():
+        if hasattr(module, "quant_method"):
+            continue
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 data = torch.empty(parameter.shape, dtype=parameter.dtype)
