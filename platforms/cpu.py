@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,8 +103,7 @@ class CpuPlatform(Platform):
 
 @functools.cache  # a hook cannot be unregistered
 def _survive_forks() -> None:
-    if hasattr(os, "register_at_fork"):  # Windows has no forks
-        os.register_at_fork(after_in_child=_after_fork)
+    system.after_fork(_after_fork)
 
 
 def _after_fork() -> None:

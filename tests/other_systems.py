@@ -6,45 +6,70 @@
 Owns no tests. `pretend(system)` comes before the first import of `llm`. Its modules then import views of `os`,
 `signal`, `mmap`, `sys` and `ctypes` without the calls that the system has not got, and with its name; other packages
 keep the real ones. /proc and /sys are gone for everybody's Python code. Calls of Windows' own are stood in for.
+Interpreters that are started from then on pretend as well.
 """
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import ctypes
 import fcntl
 import io
 import os
 import platform
+import select
+import shutil
+import socket
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 # What macOS has not got, of what a Linux's Python has.
-_NO_MAC = {
-    "os": "sched_getaffinity sched_setaffinity fdatasync posix_fadvise posix_fallocate memfd_create O_TMPFILE",
+NO_MAC = {
+    "os": (
+        "sched_getaffinity sched_setaffinity fdatasync posix_fadvise posix_fallocate memfd_create O_TMPFILE pidfd_open "
+        "eventfd"
+    ),
     "mmap": "MADV_HUGEPAGE MAP_POPULATE MADV_POPULATE_WRITE",
     "signal": "sigtimedwait SIGRTMIN pidfd_send_signal",
+    "select": "epoll POLLRDHUP",
 }
-_NO_WINDOWS = {
+NO_WINDOWS = {
     "os": (
         "fork register_at_fork getuid geteuid getgid pread pwrite preadv pwritev mkfifo setsid killpg nice "
         "getloadavg sysconf statvfs uname chown O_DIRECTORY O_NOFOLLOW O_NONBLOCK O_CLOEXEC EX_OK wait3 wait4 pipe2 "
-        "getpgid set_blocking"
+        "getpgid getsid set_blocking"
     ),
     "mmap": "MAP_PRIVATE MAP_SHARED MAP_ANONYMOUS MAP_ANON MADV_WILLNEED MADV_DONTNEED MADV_SEQUENTIAL PROT_READ",
     "signal": (
         "SIGALRM SIGPROF SIGXCPU SIGHUP SIGKILL SIGUSR1 SIGUSR2 SIGPIPE SIGCHLD setitimer alarm ITIMER_PROF "
         "ITIMER_REAL pthread_kill pthread_sigmask sigwait siginterrupt"
     ),
+    "select": "poll POLLIN POLLOUT POLLHUP",
+    "socket": "AF_UNIX MSG_DONTWAIT recv_fds send_fds",
 }
-_NO_MODULES = {
+NO_MODULES = {
     "darwin": (),
     "win32": ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "readline"),
 }
 _REAL_IMPORT = builtins.__import__
+
+
+# The system that other interpreters of this program are to pretend to be.
+_TOLD = "PRETENDED_SYSTEM"
+_AT_START = """
+import os, sys
+if os.environ.get({told!r}):
+    sys.path.append({tests!r})
+    import other_systems
+    other_systems.pretend(os.environ[{told!r}])
+"""
 
 
 class View(ModuleType):
@@ -76,6 +101,48 @@ def _locking(descriptor: int, mode: int, nbytes: int) -> None:
 _MSVCRT = SimpleNamespace(locking=_locking, LK_NBLCK=2, LK_UNLCK=0)
 
 
+class _Socket(socket.socket):
+    """Windows': another process gets it by bytes that were made for it, here the path of a socket that gives it."""
+
+    def share(self, process_id: int) -> bytes:
+        path = f"{tempfile.mkdtemp()}/for-{process_id}"
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(path)
+        listening.listen()
+        own = self.dup()
+
+        def hand_over() -> None:
+            with listening, own, listening.accept()[0] as taker:
+                socket.send_fds(taker, [b"."], [own.fileno()])
+            shutil.rmtree(Path(path).parent)
+
+        threading.Thread(target=hand_over, daemon=True).start()
+        return path.encode()
+
+
+def _socketpair() -> tuple[_Socket, _Socket]:
+    one, other = socket.socketpair()
+    return _Socket(fileno=one.detach()), _Socket(fileno=other.detach())
+
+
+def _fromshare(info: bytes) -> socket.socket:
+    assert f"for-{os.getpid()}" in info.decode()
+    with socket.socket(socket.AF_UNIX) as giver:
+        giver.connect(info.decode())
+        return _Socket(fileno=socket.recv_fds(giver, 1, 1)[1][0])
+
+
+class _Popen(subprocess.Popen[Any]):
+    """Windows' hands no descriptors over."""
+
+    def __init__(self, *arguments: Any, creationflags: int = 0, start_new_session: bool = False, **named: Any) -> None:
+        assert not named.get("pass_fds")
+        super().__init__(*arguments, start_new_session=creationflags == _NEW_GROUP, **named)
+
+
+_NEW_GROUP = 0x200
+
+
 def _win_dll(name: str) -> Any:
     assert name == "kernel32"
     return SimpleNamespace(FreeLibrary=ctypes.CDLL(None).dlclose)
@@ -98,15 +165,17 @@ def _views(system: str) -> dict[str, ModuleType]:
     import mmap
     import signal
 
-    hidden = {name: set(words.split()) for name, words in _NO_MAC.items()}
+    hidden = {name: set(words.split()) for name, words in NO_MAC.items()}
     changed: dict[str, dict[str, Any]] = {"sys": {"platform": system}, "os": {}, "ctypes": {}}
     if system == "win32":
-        hidden = {name: words | set(_NO_WINDOWS[name].split()) for name, words in hidden.items()}
+        hidden = {name: words | set(NO_WINDOWS[name].split()) for name, words in hidden.items()}
         changed["os"] = {"name": "nt", "replace": _replace}
         changed["ctypes"] = {"WinDLL": _win_dll}
+        changed["socket"] = {"socketpair": _socketpair, "fromshare": _fromshare}
+        changed["subprocess"] = {"Popen": _Popen, "CREATE_NEW_PROCESS_GROUP": _NEW_GROUP}
     name = {"darwin": "Darwin", "win32": "Windows"}[system]
     changed["platform"] = {"system": lambda: name}
-    modules = (os, mmap, signal, sys, ctypes, platform)
+    modules = (os, mmap, signal, sys, ctypes, platform, select, socket, subprocess)
     return {m.__name__: View(m, hidden.get(m.__name__, set()), changed.get(m.__name__, {})) for m in modules}
 
 
@@ -134,14 +203,14 @@ def _hide_folders() -> None:
 def pretend(system: str) -> None:
     """From now on the modules of `llm` are on "darwin" or "win32"."""
     assert not any(name == "llm" or name.startswith("llm.") for name in sys.modules), "llm is imported already"
-    views, missing = _views(system), _NO_MODULES[system]
+    views, missing = _views(system), NO_MODULES[system]
     memory = SimpleNamespace(total=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     memory.available = memory.total // 2
     psutil = SimpleNamespace(virtual_memory=lambda: memory)
 
     def imported(name: str, spaces: Any = None, *rest: Any, **named: Any) -> Any:
         caller = spaces if spaces is not None else sys._getframe(1).f_globals
-        if str(caller.get("__name__", "")).partition(".")[0] != "llm":
+        if not _is_of_library(caller):
             return _REAL_IMPORT(name, spaces, *rest, **named)
         if name in missing:
             raise ImportError(f"no module named {name!r} on this system", name=name)
@@ -154,6 +223,19 @@ def pretend(system: str) -> None:
 
     builtins.__import__ = imported
     _hide_folders()
+    if os.environ.get(_TOLD) != system:
+        folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder)
+        at_start = _AT_START.format(told=_TOLD, tests=str(Path(__file__).parent))
+        Path(folder, "sitecustomize.py").write_text(at_start)
+        entries = (folder, os.environ.get("PYTHONPATH"))
+        os.environ.update({_TOLD: system, "PYTHONPATH": os.pathsep.join(filter(None, entries))})
+
+
+def _is_of_library(caller: dict[str, Any]) -> bool:
+    """Of the package `llm`, or one of its files that is run as a program."""
+    name = str(caller.get("__name__", ""))
+    return name.partition(".")[0] == "llm" or (name == "__main__" and "/llm/" in str(caller.get("__file__", "")))
 
 
 if __name__ == "__main__":

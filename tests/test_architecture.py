@@ -91,6 +91,7 @@ ALLOWED = {
         (f"workers/{name}.py", "socket"): "the socket pair between a worker and its program; nothing listens"
         for name in ("process", "connection", "served")
     },
+    ("base/system.py", "socket"): "how a worker gets its end of the pair, on each system",
     ("tools/serve/server.py", "socket"): "the port of `serve`; nothing else listens, and nothing imports it",
 }
 

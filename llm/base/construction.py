@@ -5,7 +5,6 @@ A constructor reads it once; nothing reads it while a model computes.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from llm.base import system
 from llm.config.compilation import CompilationConfig
 from llm.platforms.interface import Platform
 
@@ -117,10 +117,10 @@ class Scratch:
         """int8 [rows, columns]."""
         size = rows * columns
         if size > _MOST_KEPT or (self._taken is not None and self._taken() is not None):
-            return _tensor(np.frombuffer(_mapped(size), np.int8, size), rows, columns)
+            return _tensor(np.frombuffer(system.mapped(size), np.int8, size), rows, columns)
         if self._kept is None or len(self._kept) < size:
             self._kept = None  # freed before more is taken
-            self._kept = _mapped(size)
+            self._kept = system.mapped(size)
         view = np.frombuffer(self._kept, np.int8, size)
         # The tensor's storage keeps the array alive, and nothing else does.
         self._taken = weakref.ref(view)
@@ -129,16 +129,6 @@ class Scratch:
 
 def _tensor(values: np.ndarray, rows: int, columns: int) -> torch.Tensor:
     return torch.from_numpy(values).view(rows, columns)
-
-
-def _mapped(size: int) -> mmap.mmap:
-    # Private, where a system has it: huge pages need it.
-    kind = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    memory = mmap.mmap(-1, max(1, size), **kind)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system without huge pages; only speed depends on it
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 class PhaseTimes(dict[str, float]):

@@ -55,11 +55,8 @@ def _new_locked(path: Path) -> tuple[Path, int | None]:
 
 def _try_lock(folder: Path) -> int | None:
     """A descriptor that holds the folder's lock; None if another process does, or there can be no lock."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return None
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
+    handle = system.open_folder(folder)
+    if handle is None:
         return None
     try:
         system.lock(handle)

@@ -6,10 +6,11 @@ released. Registering is for good, and weak.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from llm.base import system
 
 Lock = TypeVar("Lock")
 
@@ -50,8 +51,7 @@ def _after_fork() -> None:
         what.after_fork()
 
 
-if hasattr(os, "register_at_fork"):  # Windows has no forks
-    os.register_at_fork(after_in_child=_after_fork)
+system.after_fork(_after_fork)
 
 
 if TYPE_CHECKING:

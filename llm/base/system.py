@@ -1,18 +1,22 @@
 """What the library asks of the operating system, and what takes its place where a system has not got it.
 
-Linux has all of it, macOS no affinity and no control groups, Windows no signals of time, file locks of its own and no
-folders that can be synced. Standard library alone, and psutil where there is no Linux: `kernels/cpu/build.py` uses this
-while a wheel is built.
+Linux has all of it, macOS no affinity and no control groups, Windows no signals of time, file locks of its own, sockets
+that are no files, and no folders that can be synced. Standard library alone, and psutil where there is no Linux:
+`kernels/cpu/build.py` uses this while a wheel is built.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import os
+import select
 import shutil
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +38,13 @@ def cores() -> set[int]:
     """The processors that this process may run on; all of them where the system has no affinity."""
     affinity = getattr(os, "sched_getaffinity", None)
     return set(range(os.cpu_count() or 1)) if affinity is None else affinity(0)
+
+
+def limit_cores(cores: Iterable[int]) -> None:
+    """Let this process run on these processors alone; nothing where the system has no affinity."""
+    affinity = getattr(os, "sched_setaffinity", None)
+    if affinity is not None:
+        affinity(0, cores)
 
 
 def search_path() -> list[str]:
@@ -64,6 +75,75 @@ def lock(descriptor: int, wait: bool = False) -> None:
         raise OSError("this system has no file locks")
 
 
+def unix_socket() -> socket.socket:
+    """Raises OSError where the system has none."""
+    family = getattr(socket, "AF_UNIX", None)
+    if family is None:
+        raise OSError("this system has no Unix sockets")
+    return socket.socket(family)
+
+
+def is_readable(end: socket.socket, seconds: float) -> bool:
+    """Whether a socket has something to read, or its end, within so many seconds."""
+    if not hasattr(select, "poll"):
+        return bool(select.select([end], [], [], seconds)[0])
+    poll = select.poll()  # `select` takes no descriptors above 1,023
+    poll.register(end, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+def passed(end: socket.socket) -> list[int]:
+    """`pass_fds` of `subprocess.Popen`: a process started with it may take the socket over."""
+    return [] if os.name == "nt" else [end.fileno()]
+
+
+def handed_over(end: socket.socket, process: int) -> bytes:
+    """What tells the process, started with `passed`, which socket it gets."""
+    share: Callable[[int], bytes] | None = getattr(end, "share", None)
+    return str(end.fileno()).encode() if share is None else share(process)
+
+
+def taken_over(told: bytes) -> socket.socket:
+    """The socket that `handed_over` tells of, in the other process."""
+    share: Callable[[bytes], socket.socket] | None = getattr(socket, "fromshare", None)
+    return socket.socket(fileno=int(told)) if share is None else share(told)
+
+
+def after_fork(call: Callable[[], object]) -> None:
+    """Have this called in forked children, before anything else runs there; it cannot be taken back."""
+    if hasattr(os, "register_at_fork"):  # Windows has no forks
+        os.register_at_fork(after_in_child=call)
+
+
+def mapped(size: int) -> mmap.mmap:
+    """So many bytes of memory of this process, which is the system's again once nothing refers to them."""
+    # Private, where a system has it: huge pages need it.
+    kind = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, max(1, size), **kind)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without huge pages; only speed depends on it
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def read_ahead() -> Callable[[int, int], object] | None:
+    """Has the system begin to read mapped bytes, by their address and number; None where it cannot be asked."""
+    advise = c_function("madvise")
+    if advise is None:
+        return None
+    return lambda address, nbytes: advise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_WILLNEED)
+
+
+def open_folder(folder: Path) -> int | None:
+    """A descriptor of the folder, for a lock; None where there is no such folder, or the system opens none."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return None
+    try:
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+
+
 def sync(path: Path) -> None:
     """Wait until the disk has a file's content, or the names in a folder: Windows writes those with the files."""
     if os.name == "nt" and path.is_dir():
@@ -73,6 +153,11 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def deletes_open_files() -> bool:
+    """Whether a file that is mapped can be deleted, and lives until it is mapped no more."""
+    return os.name != "nt"
 
 
 def replace(source: Path | str, target: Path | str) -> None:

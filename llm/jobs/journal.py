@@ -24,6 +24,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import platform
 import secrets
 import zlib
 from collections.abc import Iterator, Mapping
@@ -384,7 +385,7 @@ class SharedJournal:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise JobError(f"{folder} cannot be made ({error.strerror}); choose another place.") from error
-        name = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+        name = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
         self._own = Journal(self._folder / name, identity)
         self._read: dict[Path, int] = {}  # how far
         self._ended: dict[str, tuple[Path, int]] = {}  # by key, where its record is

@@ -9,8 +9,6 @@ else has a name for the file, and it is gone with the last tensor that is in it.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import re
 import tempfile
@@ -64,7 +62,7 @@ class WeightFile(WeightPlace):
         self._used = self._unwritten = 0
         # Address of each part -> its bytes.
         self._parts: dict[int, int] = {}
-        self._advise = system.c_function("madvise")
+        self._read_ahead = system.read_ahead()
 
     def divide(self, model: nn.Module, total: int) -> None:
         """Leave `model`'s experts the room beside its other weights; `total`: the planned bytes of all."""
@@ -105,14 +103,13 @@ class WeightFile(WeightPlace):
         What the kernel does not need at once stays unread: pages that come too early drive others out.
         """
         left = _AT_ONCE
-        if self._advise is None:
+        if self._read_ahead is None:
             return
         for tensor in tensors:
             start = tensor.data_ptr()
             if any(part <= start < part + size for part, size in self._parts.items()):
                 for offset in range(0, min(left, tensor.nbytes), _ADVISED):
-                    count = min(_ADVISED, tensor.nbytes - offset)
-                    self._advise(ctypes.c_void_p(start + offset), ctypes.c_size_t(count), mmap.MADV_WILLNEED)
+                    self._read_ahead(start + offset, min(_ADVISED, tensor.nbytes - offset))
                 left -= tensor.nbytes
 
     def where(self) -> str:

@@ -10,9 +10,6 @@ rank, and with it the group.
 
 from __future__ import annotations
 
-import os
-import select
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,10 +51,8 @@ class RankGroup:
         self._communicator = communicator
         self._met = met
         self._failure: LLMError | None = None  # after which no step is computed
-        # Other systems find a dead rank by its silence.
-        for worker in workers if hasattr(os, "pidfd_open") else ():
-            arguments = os.pidfd_open(worker.pid), communicator
-            threading.Thread(target=_abort_at_death, args=arguments, name=f"end of {worker.name}", daemon=True).start()
+        for worker in workers:
+            worker.call_at_end(communicator.abort)  # nobody waits in a step for one that is gone
 
     def await_opened(self) -> None:
         """Return when all ranks have loaded their part; raises `WorkerDiedError`."""
@@ -114,17 +109,6 @@ class RankGroup:
         message = worker.receive()
         if message is None or message.kind != kind:
             raise LLMError(f"{worker.name} answered {message!r} in the place of {kind!r}.")
-
-
-def _abort_at_death(process: int, communicator: Communicator) -> None:
-    """Let nobody wait for a rank that has ended."""
-    try:
-        poll = select.poll()
-        poll.register(process, select.POLLIN)
-        poll.poll()
-    finally:
-        os.close(process)
-    communicator.abort()
 
 
 class LeadRunner(ModelRunner):

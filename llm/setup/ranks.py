@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llm.base import system
 from llm.base.checks import refuse
 from llm.base.custom_op import op_registry_oot
 from llm.config import env
@@ -66,6 +67,8 @@ def check_ranks(args: EngineArgs, platform: Platform) -> None:
     """Raise `ValidationError` for arguments that several ranks cannot follow; before anything is read."""
     if args.tensor_parallel_size == 1:
         return
+    if not system.deletes_open_files():
+        refuse("tensor_parallel_size", args.tensor_parallel_size, "1 on Windows; data_parallel_size works there")
     communicator_cls(platform)
     if args.data_parallel_size > 1 or args.devices is not None:
         right = "1 with data_parallel_size or devices: replicas have one process each"
@@ -101,11 +104,11 @@ def start_ranks(args: EngineArgs, plan: RunnerPlan, platform: Platform) -> LeadR
         meeting = Meeting(Path(folder.name), seconds)
         tp = tensor_parallel(platform, 0, size, meeting)
         opening = _opening(args, plan, platform, meeting)
+        if tp.communicator is None:
+            raise LLMError("a group of ranks has no communicator.")
         for rank in range(1, size):
             workers.append(WorkerProcess(__name__, rank, SCHEMA, name="rank"))
             workers[-1].send("open", opening)
-        if tp.communicator is None:
-            raise LLMError("a group of ranks has no communicator.")
         return LeadRunner(platform, tp, RankGroup(workers, tp.communicator, folder.cleanup))
     except BaseException:
         for worker in workers:

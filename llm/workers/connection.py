@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 from time import monotonic
 
+from llm.base import system
 from llm.workers.messages import PREFIX_BYTES, Message, Schema, sizes_of
 
 # A message that says that the other end computes; it is counted and never handed out.
@@ -29,9 +29,6 @@ class Connection:
         self.schema = schema
         self._sending = threading.Lock()
         self.heard = monotonic()
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
 
     def close(self) -> None:
         self._socket.close()
@@ -67,9 +64,7 @@ class Connection:
     def _is_readable(self, end: float | None) -> bool:
         if end is None:
             return True
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(max(0.0, end - monotonic()) * 1000))
+        return system.is_readable(self._socket, max(0.0, end - monotonic()))
 
     def _read(self, size: int) -> bytearray:
         data = bytearray(size)

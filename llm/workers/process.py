@@ -4,12 +4,14 @@ It never imports `__main__`, so that scripts and notebooks need no guard, and no
 is found dead by the end of its socket, hung by its silence while it should compute (`LLM_WORKER_TIMEOUT`). What it
 writes to its output goes to this process's stderr, with its name before each line.
 
-Its socket is read and written by threads of this process: no signal handler, which may raise anywhere in the main
-thread, leaves half a message behind, and both ends may send at once.
+The worker's standard input is open as long as this process wants it. Its socket is read and written by threads of this
+process: no signal handler, which may raise anywhere in the main thread, leaves half a message behind, and both ends may
+send at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,11 +21,11 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import IO
+from typing import IO, NamedTuple
 
 from llm.base import system
 from llm.base.locks import tell_of_forks
@@ -79,7 +81,6 @@ class WorkerProcess:
                 str(Path(__file__).with_name("start.py")),
                 json.dumps(
                     {
-                        "socket": there.fileno(),
                         "role": role,
                         "number": number,
                         "cores": None if cores is None else sorted(cores),
@@ -90,34 +91,40 @@ class WorkerProcess:
             try:
                 self._process = subprocess.Popen(
                     command,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=[there.fileno()],
                     env={**os.environ, **(environment or {})},
-                    start_new_session=True,  # Ctrl-C in the terminal is for this process, which tells its workers
+                    pass_fds=system.passed(there),
+                    # Ctrl-C in the terminal is for this process, which tells its workers.
+                    start_new_session=True,
+                    creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # Windows' own
                 )
             except OSError as error:
                 here.close()
                 raise LLMError(f"{self.name} cannot be started: {error}.") from error
-        output = self._process.stdout
-        if output is None:
-            raise RuntimeError("a worker was started without a pipe")
+            given, output = self._process.stdin, self._process.stdout
+            if given is None or output is None:
+                raise RuntimeError("a worker was started without pipes")
+            with contextlib.suppress(BrokenPipeError):  # it has died, which the end of its socket tells
+                os.write(given.fileno(), system.handed_over(there, self._process.pid).hex().encode() + b"\n")
         self._schema = schema
+        self._wanted = _Wanted(given, here)
         self._connection = connection = Connection(here, schema)
         self._inbox: Inbox = SimpleQueue() if inbox is None else inbox
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+        self._at_end: list[Callable[[], object]] = []
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._died: WorkerDiedError | None = None
         self._threads = [
             threading.Thread(target=_forward, args=(output, self.name, self._lines), daemon=True),
-            threading.Thread(target=_receive_all, args=(connection, number, self._inbox), daemon=True),
+            threading.Thread(target=_receive_all, args=(connection, number, self._inbox, self._at_end), daemon=True),
             threading.Thread(target=_send_all, args=(connection, self._outgoing), daemon=True),
         ]
         for thread in self._threads:
             thread.start()
         # At exit, and when nothing refers to this object. Not in a forked child, whose worker it is not.
-        self._end = weakref.finalize(self, _end, self._process, here, self._outgoing, os.getpid())
+        self._end = weakref.finalize(self, _end, self._process, self._wanted, self._outgoing, os.getpid())
         tell_of_forks(self)
 
     @property
@@ -136,6 +143,10 @@ class WorkerProcess:
         """
         self._check()
         self._outgoing.put(self._schema.encode(kind, body))
+
+    def call_at_end(self, call: Callable[[], object]) -> None:
+        """Have this called, in a thread, when the worker is gone, however it ended; in the place of an earlier one."""
+        self._at_end[:] = [call]
 
     def receive(self, seconds: float | None = None, *, watched: bool = True) -> Message | None:
         """The next message, None if none came in so many seconds.
@@ -189,7 +200,7 @@ class WorkerProcess:
     def shut_down(self) -> None:
         """Let the worker end, without waiting for it: `close` does."""
         if self._end.alive:
-            _shut_down(self._connection)
+            self._wanted.end()
 
     def kill(self) -> None:
         """End the worker at once."""
@@ -198,7 +209,8 @@ class WorkerProcess:
         self.close()
 
     def after_fork(self) -> None:
-        """In a forked child: let go of the socket, or the worker would not see the end of the parent."""
+        """In a forked child: let go of what the worker sees the end of its program by."""
+        self._wanted.standard_input.close()
         self._connection.close()
         self._died = WorkerDiedError(f"{self.name} is of the process that this one was forked from.", self.number)
 
@@ -247,12 +259,14 @@ def _forward(output: IO[bytes], name: str, lines: deque[str]) -> None:
                 continue
 
 
-def _receive_all(connection: Connection, number: int, inbox: Inbox) -> None:
+def _receive_all(connection: Connection, number: int, inbox: Inbox, at_end: list[Callable[[], object]]) -> None:
     try:
         while (message := connection.receive()) is not None:
             inbox.put((number, message))
     except EOFError:
         inbox.put((number, None))
+        for call in at_end:
+            call()
 
 
 def _send_all(connection: Connection, outgoing: SimpleQueue[bytes | None]) -> None:
@@ -263,21 +277,25 @@ def _send_all(connection: Connection, outgoing: SimpleQueue[bytes | None]) -> No
         return  # the thread that receives tells it, after what the worker has sent
 
 
-def _shut_down(connection: Connection | socket.socket) -> None:
-    """End the socket for both: the worker and the threads of this process see it."""
-    try:
-        with socket.socket(fileno=os.dup(connection.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # it has ended
+class _Wanted(NamedTuple):
+    """What is open while the worker is wanted: its standard input, and its socket."""
+
+    standard_input: IO[bytes]
+    socket: socket.socket
+
+    def end(self) -> None:
+        """The worker and the threads of this process see it."""
+        self.standard_input.close()
+        with contextlib.suppress(OSError):  # it has ended
+            self.socket.shutdown(socket.SHUT_RDWR)
 
 
-def _end(process: subprocess.Popen[bytes], end: socket.socket, outgoing: SimpleQueue[bytes | None], owner: int) -> None:
-    """The worker ends when its socket does; one that cannot is killed."""
+def _end(process: subprocess.Popen[bytes], wanted: _Wanted, outgoing: SimpleQueue[bytes | None], owner: int) -> None:
+    """The worker ends when it is no longer wanted; one that cannot is killed."""
     outgoing.put(None)
     if os.getpid() != owner:
         return
-    _shut_down(end)
+    wanted.end()
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
-import select
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from io import FileIO
 
+from llm.base import system
 from llm.workers.connection import BEAT, Connection
 from llm.workers.messages import Message, Schema
 from llm.workers.process import FAILED
@@ -32,7 +33,7 @@ class ServedConnection(Connection):
     def __init__(self, end: socket.socket, schema: Schema) -> None:
         super().__init__(end, schema)
         self._waits = False
-        threading.Thread(target=self._watch, name="beats", daemon=True).start()
+        threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
     def receive(self, seconds: float | None = None) -> Message | None:
         self._waits = True
@@ -41,20 +42,17 @@ class ServedConnection(Connection):
         finally:
             self._waits = False
 
-    def _watch(self) -> None:
-        poll = select.poll()
-        poll.register(self.fileno(), getattr(select, "POLLRDHUP", 0))
+    def _beat(self) -> None:
         computed = _computed_by_others()
-        while not poll.poll(_BEAT_SECONDS * 1000):
+        while True:
+            time.sleep(_BEAT_SECONDS)
             now = _computed_by_others()
             if not self._waits and now - computed > _COMPUTES:
                 try:
                     self.send(BEAT)
                 except EOFError:
-                    break
+                    return
             computed = now
-        time.sleep(_END_SECONDS)
-        os._exit(1)  # the role is in the middle of something that nobody waits for any more
 
 
 def _computed_by_others() -> float:
@@ -62,9 +60,26 @@ def _computed_by_others() -> float:
     return time.process_time() - time.thread_time()
 
 
-def serve_role(descriptor: int, role: str, number: int) -> None:
-    """Run a role until the program that started this one closes its end, or the role fails."""
-    connection = ServedConnection(socket.socket(fileno=descriptor), Schema())
+def _leave_with(program: FileIO) -> None:
+    """End this process soon after the program that started it, whatever its role is in the middle of."""
+    program.read()  # returns at the end
+    time.sleep(_END_SECONDS)
+    os._exit(1)
+
+
+def serve_role(role: str, number: int) -> None:
+    """Run a role until the program that started this one closes its end, or the role fails.
+
+    Standard input is the program's: a line that says which socket is this worker's, and then nothing until its end.
+    """
+    program = FileIO(os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    told = bytes.fromhex(program.readline().decode())
+    if not told:
+        return  # the program is gone
+    threading.Thread(target=_leave_with, args=(program,), name="end of the program", daemon=True).start()
+    connection = ServedConnection(system.taken_over(told), Schema())
     try:
         module = importlib.import_module(role)  # may take long, so it beats already
         connection.schema = module.SCHEMA

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 
 
-def main(socket: int, role: str, number: int, cores: list[int] | None, path: list[str]) -> None:
+def main(role: str, number: int, cores: list[int] | None, path: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started this
     sys.path[:] = path
     if cores is not None:
         # Before anything is allocated, so that memory is taken from the node of these processors.
-        os.sched_setaffinity(0, cores)
+        from llm.base import system
+
+        system.limit_cores(cores)
     from llm.workers.served import serve_role
 
-    serve_role(socket, role, number)
+    serve_role(role, number)
 
 
 if __name__ == "__main__":

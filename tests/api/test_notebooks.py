@@ -15,9 +15,11 @@ import nbclient
 import nbformat
 import pytest
 from embedded import ROOT
+from kernel_sets import needs_kernels
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LONG = ("03", "05", "08", "09")
+OFFLOADED = ("04",)  # weights in a file are read by the kernels alone
 BY_HAND = ("10",)  # it needs a published model
 _spec = importlib.util.spec_from_file_location("run_notebooks", ROOT / "notebooks" / "run.py")
 assert _spec is not None and _spec.loader is not None
@@ -34,7 +36,7 @@ def streams(notebook: Any, name: str) -> str:
 @pytest.mark.parametrize(
     "path",
     [
-        path
+        pytest.param(path, marks=needs_kernels) if path.name.startswith(OFFLOADED) else path
         for path in NOTEBOOKS
         if not path.name.startswith(BY_HAND)
         and (os.environ.get("TEST_ALL_NOTEBOOKS") == "1" or not path.name.startswith(LONG))

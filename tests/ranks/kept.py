@@ -43,6 +43,7 @@ class KeptWorker:
         self._process: WorkerProcess | None = process
         self.pid, self.name, self.number = process.pid, process.name, process.number
         self.send, self.receive, self.kill = process.send, process.receive, process.kill
+        self.call_at_end = process.call_at_end
 
     def close(self) -> None:
         process, self._process = self._process, None

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llm.base import system
 from llm.base.checks import check_integer, refuse
 from llm.base.command_line import add_engine_flags, add_lora_modules, engine_arguments, lora_modules_of
 from llm.base.optional import optional_package
@@ -171,13 +172,13 @@ def _listen_at(path: str) -> socket.socket:
     """A Unix socket, which who may open the file may use. Raises `ValidationError` where it cannot be made."""
     listener = None
     try:
-        listener = socket.socket(socket.AF_UNIX)
+        listener = system.unix_socket()
         listener.bind(path)
         listener.listen(2048)
-    except (OSError, AttributeError) as error:  # AttributeError: the system has none
+    except OSError as error:
         if listener is not None:
             listener.close()
-        reason = getattr(error, "strerror", None) or error
+        reason = error.strerror or error
         message = f"--uds {show(path)} cannot be listened on ({reason}); choose a path where nothing is."
         raise ValidationError(message, parameter="uds", value=path) from error
     return listener
