@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,45 @@ def test_an_entry_of_the_reference_names_one_parameter() -> None:
     assert joint_entries("Does.\n\n    Args:\n        a, b: both.\n        c: one.\n") == ["a, b"]
 
 
+def examples(documentation: str) -> list[str]:
+    """Indented code of a docstring: after an empty line, and in none of its sections ("Args:"); no numbered list."""
+    found, in_section, in_code, after_blank = [], False, False, False
+    for line in inspect.cleandoc(documentation).splitlines():
+        if line.startswith("    "):
+            in_code = not in_section and (in_code or (after_blank and not re.match(r" +\d\.", line)))
+            found += [line] if in_code else []
+        elif line:
+            in_code, in_section = False, re.fullmatch(r"[A-Z][\w, ]+:", line) is not None
+        after_blank = not line
+    return found
+
+
+# Where the examples in docstrings run, beside the reference.
+EXAMPLES = {
+    "llm.config.engine_args": "tests/api/test_vllm_access.py",
+    "llm.tools.serve.server.serve": "docs/howto/serve.md",
+}
+
+
+def test_the_examples_of_the_reference_run_elsewhere() -> None:
+    found = {}
+    for each in (*map(pkgutil.resolve_name, DOCUMENTED), *(member for _, member in documented_objects())):
+        if inspect.ismodule(each):
+            name = each.__name__
+        elif inspect.isclass(each) or inspect.isroutine(each):
+            name = f"{getattr(each, '__module__', '')}.{getattr(each, '__qualname__', '')}"
+        else:
+            continue
+        if name.startswith("llm.") and (lines := examples(each.__doc__ or "")):
+            found[name] = [line.strip() for line in lines]
+    assert set(found) == set(EXAMPLES)
+    for name, place in EXAMPLES.items():
+        calls = set(re.findall(r"(\w+)\(", " ".join(found[name])))
+        assert calls and calls <= set(re.findall(r"(\w+)\(", (ROOT / place).read_text("utf-8"))), name
+    planted = "Does.\n\n    f(1)\n\nArgs:\n    a: one.\n\n        more.\n\nThen:\nso.\n\n    g(2)\n"
+    assert examples(planted) == ["    f(1)", "    g(2)"]
+
+
 def test_the_python_of_the_pages_runs(tmp_path: Path) -> None:
     """Page after page in one interpreter; the blocks of a page go on from one another."""
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
@@ -110,6 +150,31 @@ def test_the_other_blocks_of_the_pages_can_be_run() -> None:
     assert len(wrong_commands(planted)) == 2 and unexplained(planted) == ["x = 1\n"]
 
 
-def test_every_page_is_in_the_menu() -> None:
+def test_every_page_and_notebook_is_in_the_menu() -> None:
     menu = (ROOT / "mkdocs.yml").read_text("utf-8")
-    assert [page.name for page in PAGES if f": {page.relative_to(ROOT / 'docs')}\n" not in menu] == []
+    pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES]
+    pages += [f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")]
+    assert [page for page in pages if f": {page}\n" not in menu] == []
+
+
+def test_a_notebook_is_a_page_with_what_its_cells_show() -> None:
+    outputs = [
+        {"output_type": "stream", "text": ["10%\r", "100%\n", "done\n"]},
+        {"output_type": "display_data", "data": {"image/png": "iVBO\nRw0K", "text/plain": "<Figure>"}},
+        {"output_type": "execute_result", "data": {"text/html": ["<table>\n", "\n", "</table>"], "text/plain": "x"}},
+        {"output_type": "execute_result", "data": {"text/plain": "`1`"}},
+    ]
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "\n", "Text."]},
+        {"cell_type": "code", "source": ["f(1)"], "outputs": outputs},
+    ]
+    page = runpy.run_path(str(ROOT / "tools" / "site_pages.py"))["page_of"]({"cells": cells})
+    assert page.split("\n\n") == [
+        "# Title",
+        "Text.",
+        "````python\nf(1)\n````",
+        "````text\n100%\ndone\n````",
+        "![what the cell shows](data:image/png;base64,iVBORw0K)",
+        '<div class="shown">\n<table>\n</table>\n</div>',
+        "````text\n`1`\n````\n",
+    ]
