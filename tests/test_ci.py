@@ -55,6 +55,27 @@ def test_kernels_must_run_and_sanitizers_are_told_of(check: Any) -> None:
     assert check.problems(cases()[-1:], 1)[0][0] == "no test of test_kernels_cpu ran: there are none"
 
 
+def test_a_run_at_other_versions_has_one_row_of_the_table() -> None:
+    page = "Text.\n\n<!-- versions -->\n| Python | tests | result | commit |\n|---|---|---|---|\n\nMore.\n"
+    page = versions.written(page, ("3.11", "all", "9 passed, 1 failed", "aaa"))
+    page = versions.written(page, ("3.10", "all", "9 passed", "bbb"))
+    page = versions.written(page, ("3.11", "all", "10 passed", "ccc"))
+    assert page.splitlines()[4:8] == [
+        "|---|---|---|---|",
+        "| 3.10 | all | 9 passed | bbb |",
+        "| 3.11 | all | 10 passed | ccc |",
+        "",
+    ]
+    assert page.startswith("Text.\n\n<!--") and page.endswith("\n\nMore.\n")
+    install = versions.PAGE.read_text("utf-8")
+    row = ("3.11", *versions.SHOWN, "all", "1 passed", "ddd")
+    assert versions.written(install, row).count("\n") >= install.count("\n")
+    head = next(line for line in install.splitlines() if line.startswith("| Python |"))
+    assert head.count("|") == len(row) + 1
+    with pytest.raises(ValueError, match="no table"):
+        versions.written("Text.", row)
+
+
 def test_the_lowest_versions_are_those_that_pyproject_claims() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     dependencies = re.findall(r'"([\w-]+)>=([\d.]+)', text.split("dependencies = [")[1].split("]")[0])

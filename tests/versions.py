@@ -2,22 +2,30 @@
 
     python tests/versions.py lowest                  # every dependency and extra at its lower bound
     python tests/versions.py newest tests/models     # at the newest the bounds allow; arguments go to pytest
+    python tests/versions.py lowest --torch 2.13.0   # PyTorch at this version
     python tests/versions.py lowest --list           # what would be installed
 
-Owns no tests. Installs into a virtual environment of its own, which is deleted afterwards. Tools of development
-(pytest, ruff, mypy and the like) are the newest in both.
+Owns no tests, and the table of docs/howto/install.md: each run writes what passed into its row. Installs into a virtual
+environment of its own, which is deleted afterwards. Tools of development (pytest, ruff, mypy and the like) are the
+newest in both.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import tempfile
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "howto" / "install.md"
+# The packages whose versions the table has.
+SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
+_TABLE = "<!-- versions -->"
 # What a user's program imports; of the extras too.
 _RANGE = re.compile(r'^\s*(?:structured = \[)?"([a-z0-9-]+)>=([0-9.]+)', re.MULTILINE)
 _TOOLS = {"pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "build", "setuptools", "jsonschema", "nbclient"}
@@ -33,12 +41,38 @@ def requirements(end: str, pyproject: str) -> list[str]:
     return [f"{name}=={version}.*" for name, version in lower_bounds(pyproject).items()] if end == "lowest" else []
 
 
+def written(page: str, row: Sequence[str]) -> str:
+    """The page with the row in its table, in the place of one that was of the same versions and tests."""
+    before, _, rest = page.partition(_TABLE)
+    table, end, after = rest.partition("\n\n")
+    if not end:
+        raise ValueError(f"the page has no table after {_TABLE!r}")
+    head, line, *rows = table.strip().splitlines()
+    new = f"| {' | '.join(row)} |"
+    key = row[:-2]
+    kept = [old for old in rows if [cell.strip() for cell in old.strip("|").split("|")][: len(key)] != list(key)]
+    return f"{before}{_TABLE}\n{chr(10).join((head, line, *sorted((*kept, new))))}{end}{after}"
+
+
+def results(junit: Path) -> str:
+    """What pytest has counted, as "12 passed, 1 failed"."""
+    suites = list(ElementTree.parse(junit).iter("testsuite"))
+    names = ("tests", "failures", "errors", "skipped")
+    count = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in names}
+    failed = count["failures"] + count["errors"]
+    parts = {"passed": count["tests"] - failed - count["skipped"], "failed": failed, "skipped": count["skipped"]}
+    return ", ".join(f"{number:,} {what}" for what, number in parts.items() if number or what == "passed")
+
+
 def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] not in ("lowest", "newest"):
         print(__doc__)
         return 2
     end, *rest = arguments
     asked = requirements(end, (ROOT / "pyproject.toml").read_text())
+    if rest[:1] == ["--torch"]:
+        asked = [*(name for name in asked if not name.startswith("torch==")), f"torch=={rest[1]}"]
+        rest = rest[2:]
     if rest == ["--list"]:
         print("\n".join(asked))
         return 0
@@ -46,8 +80,22 @@ def main(arguments: Sequence[str]) -> int:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         python = str(Path(folder) / "bin" / "python")
         subprocess.run([python, "-m", "pip", "install", "--quiet", "-e", f"{ROOT}[test]", *asked], check=True)
-        subprocess.run([python, "-m", "pip", "freeze", "--exclude-editable"], check=True)
-        return subprocess.run([python, "-m", "pytest", *rest], cwd=ROOT, check=False).returncode
+        listed = subprocess.run([python, "-m", "pip", "list", "--format=json"], check=True, capture_output=True)
+        found = {package["name"]: package["version"] for package in json.loads(listed.stdout)}
+        junit = Path(folder, "results.xml")
+        command = [python, "-m", "pytest", f"--junitxml={junit}", *rest]
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        commit = subprocess.run(["git", "-C", ROOT, "log", "-1", "--format=%h"], check=True, capture_output=True)
+        own = "{}.{}".format(*sys.version_info)
+        row = (
+            own,
+            *(found[name] for name in SHOWN),
+            " ".join(rest) or "all",
+            results(junit),
+            commit.stdout.decode().strip(),
+        )
+        PAGE.write_text(written(PAGE.read_text("utf-8"), row), "utf-8")
+        return status
 
 
 if __name__ == "__main__":
