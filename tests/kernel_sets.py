@@ -25,6 +25,10 @@ def has_kernels() -> bool:
     return has_compiler() and requested_isa() != "none"
 
 
+# Of a test that compares the bits of an answer in two batches, or is about the kernels themselves.
+needs_kernels = pytest.mark.skipif(
+    not has_kernels(), reason="without compiled kernels the bits of an answer depend on its batch"
+)
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
 _SUPPORTED, _BEST = build.supported_targets(), build.fast_targets()[-1]
 # Compiling one takes most of a minute of one core, so targets between AVX2 and the best are tested only with

@@ -7,6 +7,7 @@ import platform
 from pathlib import Path
 
 import pytest
+from kernel_sets import needs_kernels
 
 from llm.cli import main
 from llm.kernels.cpu import build
@@ -29,6 +30,7 @@ def no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_answer", lambda: doctor.Finding("embedded model", "not asked"))
 
 
+@needs_kernels
 def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["doctor"])
     shown = capsys.readouterr().out
@@ -55,6 +57,7 @@ def test_it_names_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert "LLM_OFFLOAD_FOLDER=~/weights" in shown and "CXX (set)" in shown
 
 
+@needs_kernels
 @pytest.mark.usefixtures("no_answer")
 def test_each_fault_has_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not named()["kernels"].todo
@@ -94,6 +97,7 @@ def test_too_many_threads_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not named()["threads"].todo
 
 
+@needs_kernels
 def test_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "packaged_library", lambda target: None)
     monkeypatch.setattr(build, "is_usable", lambda path: False)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from kernel_sets import needs_kernels
 
 from llm import LLM, Capture, Intervention, SamplingParams, ValidationError
 
@@ -42,6 +43,7 @@ def test_the_lens_ends_with_the_models_own_tokens(llm: LLM) -> None:
     assert (of_token.iloc[0] != of_token.iloc[-1]).any()
 
 
+@needs_kernels
 def test_a_cell_is_what_one_patch_gives(llm: LLM) -> None:
     def metric(logits: np.ndarray) -> float:
         return float(logits[5] - logits[7])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from embedded import PROMPTS, assert_idle, open_llm, run
+from kernel_sets import needs_kernels
 
 from llm import LLM, EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams, ValidationError
 from llm.inputs import LoRARequest
@@ -43,6 +44,7 @@ def drive(engine: LLMEngine, kind: RequestOutputKind) -> dict[str, list[RequestO
     return told
 
 
+@needs_kernels
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA, FINAL])
 def test_requests_are_answered_as_by_generate(llm: LLM, kind: RequestOutputKind) -> None:
     expected = [run(llm, prompt, SamplingParams(**own))[0] for prompt, own in zip(PROMPTS, PARAMS, strict=True)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints.sentence_transformers import save_model, save_modules, save_tokenizer
+from kernel_sets import needs_kernels
 from tiny_models import BASE, VOCAB
 
 from llm import LLM, PoolingParams, ValidationError
@@ -25,6 +26,7 @@ RERANKER: dict[str, Any] = {
 }
 
 
+@needs_kernels
 def test_a_cross_encoder_reads_both_texts(tmp_path: Path) -> None:
     model: Any = save_model(tmp_path, "BertForSequenceClassification", **BERT, **SMALL, num_labels=1)
     save_tokenizer(tmp_path)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from drafts import Recorder, drafting, fake
 from embedded import PROMPTS, assert_idle, engine_of, open_llm, run
+from kernel_sets import needs_kernels
 from ranks.kept import kept_ranks
 from ranks.matrix import answers, evened
 from tiny_models import TINY_MODELS, make_prompts, one_thread, write_checkpoint
@@ -23,6 +24,8 @@ from llm import LLM, RankError, SamplingParams, ValidationError, WorkerDiedError
 from llm.layers.communicators import SharedMemoryCommunicator
 from llm.runner.model_runner import ModelRunner
 from llm.sampling_params import StructuredOutputsParams
+
+pytestmark = needs_kernels
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from documented_processors import DummyLogitsProcessor
 from embedded import engine_of, open_llm
+from kernel_sets import needs_kernels
 from replicas.raising import Raises
 from workers.echo_role import SCHEMA
 
@@ -28,6 +29,7 @@ from llm.sampling_params import StructuredOutputsParams
 from llm.workers.messages import Message
 from llm.workers.process import WorkerProcess
 
+pytestmark = needs_kernels
 OPTIONS: dict[str, Any] = {
     "max_model_len": 256,
     "max_num_seqs": 8,
