@@ -27,7 +27,7 @@ from typing import Any
 from llm.base.checks import check_choice, check_flag, known_names, refuse
 from llm.base.locks import tell_of_forks
 from llm.base.types import JsonObject
-from llm.calls.arguments import check_priority, give_adapters, give_priority
+from llm.calls.arguments import check_priority, give_adapters, give_priority, with_inside
 from llm.calls.chat import ChatOptions, ChatPrompt, Conversations
 from llm.calls.pooling import PoolingCall
 from llm.calls.stream import OngoingRequest, PooledRequest, Reading
@@ -38,6 +38,7 @@ from llm.engine.request import without_frames
 from llm.engine.rows import RefusedRow, Row
 from llm.errors import EngineClosedError, LLMError, ValidationError
 from llm.inputs import LoRARequest
+from llm.inside.asked import Captures, Interventions
 from llm.llm import LLM
 from llm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from llm.pooling_params import PoolingParams
@@ -110,6 +111,8 @@ class AsyncLLM:
         tokenization_kwargs: Mapping[str, object] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        capture: Captures = None,
+        interventions: Interventions = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs of one prompt until it is `finished`; `sampling_params.output_kind` says what is in each: the
         whole answer so far (the default), what is new of it, or the whole answer, once.
@@ -122,6 +125,8 @@ class AsyncLLM:
             lora_request: its adapter.
             sampling_params: None: the model's defaults. Without a seed, one is derived from the order of the requests.
             request_id: of no unfinished request; None: one is made.
+            capture: as for `LLM.generate`; the last output has the activations.
+            interventions: as for `LLM.generate`.
 
         Raises:
             ValidationError: the prompt or the params are wrong; other requests go on.
@@ -129,7 +134,8 @@ class AsyncLLM:
             EngineClosedError: `shutdown` was called, or the LLM was closed.
         """
         check_priority([priority], 1)
-        call = self._gather(request_id, prompt, sampling_params, tokenization_kwargs, lora_request, priority)
+        params = with_inside(sampling_params, capture, interventions, self.llm.get_default_sampling_params)
+        call = self._gather(request_id, prompt, params, tokenization_kwargs, lora_request, priority)
         finished = False
         try:
             while not finished:
@@ -158,6 +164,8 @@ class AsyncLLM:
         tool_parser: str | None = "auto",
         tool_choice: str | JsonObject | None = None,
         parallel_tool_calls: bool = True,
+        capture: Captures = None,
+        interventions: Interventions = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for one conversation; the arguments are those of `LLM.chat`.
 
@@ -167,7 +175,8 @@ class AsyncLLM:
         """
         options = ChatOptions.of(locals())
         prompt = ChatPrompt(messages, options)
-        return self.generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
+        params = with_inside(sampling_params, capture, interventions, self.llm.get_default_sampling_params)
+        return self.generate(prompt, params, request_id, lora_request=lora_request, priority=priority)
 
     def _gather(
         self,

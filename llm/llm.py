@@ -93,6 +93,7 @@ _STREAM_INSTEAD = {
     **CALLS,
     **{name: instead for name, (_, instead) in ASKS_NOTHING.items()},
     "tokenization_kwargs": "tokenize with LLM.get_tokenizer() and pass token ids",
+    "capture": "pieces of text have no activations; call stream_state or generate_iter",
 }
 
 
@@ -379,6 +380,8 @@ class LLM:
         tokenization_kwargs: Mapping[str, object] | None = None,
         on_error: str = "raise",
         on_too_long: str = "error",
+        capture: Captures = None,
+        interventions: Interventions = None,
     ) -> Iterator[RequestOutput]:
         """Complete the prompts of an iterable, and yield each output as it ends; `output.index` is its prompt's place.
 
@@ -395,6 +398,8 @@ class LLM:
             on_error: as for `generate`. With "raise", a bad prompt, or an error of the iterable, is raised after the
                 outputs of all prompts before it.
             on_too_long: as for `generate`.
+            capture: as for `generate`; each prompt is checked against `limit_bytes` by itself.
+            interventions: as for `generate`.
 
         Raises:
             ValidationError: a prompt or an argument is wrong.
@@ -402,7 +407,9 @@ class LLM:
         """
         check_flag("ordered", ordered)
         batches = prompt_batches(
-            self, prompts, sampling_params, lora_request, tokenization_kwargs, on_error, on_too_long
+            self,
+            prompts,
+            *(sampling_params, lora_request, tokenization_kwargs, on_error, on_too_long, capture, interventions),
         )
         return iter(Flow(self, batches, ordered=ordered))
 
@@ -485,13 +492,15 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         lora_request: LoRARequest | None = None,
+        interventions: Interventions = None,
     ) -> Iterator[str]:
         """Yield the completion's text piece by piece. Leaving the loop early drops the request and frees its blocks.
 
         Other calls may run while the stream is suspended. Raises as `generate`, and the error that ended the request if
         there is one; `n` must be 1.
         """
-        return stream_text(self, prompt, sampling_params, lora_request)
+        params = with_inside(sampling_params, None, interventions, self.get_default_sampling_params)
+        return stream_text(self, prompt, params, lora_request)
 
     @known_names("LLM.stream_chat", {**CALLS, "use_tqdm": "a stream shows no bar"})
     def stream_chat(
@@ -509,25 +518,32 @@ class LLM:
         tool_parser: str | None = "auto",
         tool_choice: str | JsonObject | None = None,
         parallel_tool_calls: bool = True,
+        capture: Captures = None,
+        interventions: Interventions = None,
     ) -> ChatStream:
         """As `stream`, for one conversation; the arguments are those of `chat`. After the last piece, `output` of what
-        is returned has `content`, `reasoning` and `tool_calls`; the pieces are all that is generated."""
+        is returned has `content`, `reasoning`, `tool_calls` and `activations`; the pieces are all that is generated."""
         self._open_engine()
         options = ChatOptions.of(locals())
         default = self.get_default_sampling_params
         asked = options.conversations(self._preprocessor, messages, sampling_params, default)
-        return ChatStream(stream_states(self, asked.prompts, asked.params, lora_request), asked.read_one)
+        params = with_inside(asked.params, capture, interventions, default)
+        return ChatStream(stream_states(self, asked.prompts, params, lora_request), asked.read_one)
 
-    @known_names("LLM.stream_state", _STREAM_INSTEAD)
+    @known_names("LLM.stream_state", {name: said for name, said in _STREAM_INSTEAD.items() if name != "capture"})
     def stream_state(
         self,
         prompt: object,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora_request: LoRARequest | None = None,
+        capture: Captures = None,
+        interventions: Interventions = None,
     ) -> Generator[PromptState, None, None]:
-        """As `stream`, but yields the prompt's state whenever there is new text, and once at the end."""
-        return stream_states(self, prompt, sampling_params, lora_request)
+        """As `stream`, but yields the prompt's state whenever there is new text, and once at the end; then its
+        `output()` has the activations."""
+        params = with_inside(sampling_params, capture, interventions, self.get_default_sampling_params)
+        return stream_states(self, prompt, params, lora_request)
 
     @known_names("LLM.run")
     def run(
@@ -550,6 +566,7 @@ class LLM:
         use_tqdm: UseTqdm = True,
         capture: Capture | None = None,
         capture_to: str | Path | None = None,
+        capture_format: str = "safetensors",
     ) -> JobSummary:
         """Answer the rows of a file into another; after Ctrl-C, SIGTERM, a crash or a full disk, `resume=True` goes on.
 
@@ -573,7 +590,8 @@ class LLM:
             image_column: has a row's image, or a list of them: paths below the input's folder, base64 or bytes.
             row_params: columns with the names of parameters (max_tokens, temperature, ...) are those of their rows.
             capture: activations of all rows; each is checked against `limit_bytes` by itself.
-            capture_to: the folder that gets them, a safetensors file ROW.safetensors for each row, counted from 0.
+            capture_to: the folder that gets them, a file for each row, counted from 0.
+            capture_format: "safetensors", or "arrow", a table with a record for each position (`llm.jobs.activations`).
 
         Raises:
             JobError: a file is wrong, or cannot be written; or the journal is of another model or setting.
@@ -583,7 +601,7 @@ class LLM:
 
         options = RunOptions(
             *(column, template, resume, shard, on_error, on_too_long, row_params, use_tqdm, image_column),
-            *(capture, None if capture_to is None else Path(capture_to)),
+            *(capture, None if capture_to is None else Path(capture_to), capture_format),
         )
         return run_job(self, input, output, options, sampling_params, pooling_params, lora_modules, lora_request)
 

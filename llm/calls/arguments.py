@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from llm.base.checks import check_integer, refuse
 from llm.base.suggestions import ASKS_NOTHING
@@ -26,6 +26,7 @@ logger = logging.getLogger("llm")
 Priority = int | Sequence[int] | None
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 R = TypeVar("R", bound=AnyRow)
+P = TypeVar("P")
 _RIGHT = "a LoRARequest, a list with one or None per prompt, or None"
 
 
@@ -74,19 +75,17 @@ def requests_per_row(given: LoRARequests, count: int) -> Sequence[LoRARequest | 
     return given or [None] * count
 
 
-def with_inside(
-    params: object, capture: object, interventions: object, default: Callable[[], SamplingParams]
-) -> object:
+def with_inside(params: P, capture: object, interventions: object, default: Callable[[], SamplingParams]) -> P:
     """The params of a call's rows with its captures and interventions, in the place of their own."""
     own = {key: value for key, value in ((CAPTURE, capture), (INTERVENTIONS, interventions)) if value is not None}
     if not own:
         return params
     given = default() if params is None else params
     if isinstance(given, SamplingParams):
-        return _with_args(given, own)
+        return cast(P, _with_args(given, own))
     if isinstance(given, Sequence) and all(isinstance(item, SamplingParams) for item in given):
         known = {id(item): _with_args(item, own) for item in given}
-        return [known[id(item)] for item in given]
+        return cast(P, [known[id(item)] for item in given])
     return params  # the caller is told what is wrong with them
 
 

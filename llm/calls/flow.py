@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from llm.base.checks import check_choice, refuse
-from llm.calls.arguments import give_adapters
+from llm.calls.arguments import give_adapters, with_inside
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState, output_without_run
@@ -21,6 +21,7 @@ from llm.engine.prompts import iterate_prompts
 from llm.engine.rows import ON_TOO_LONG, AnyRow, RefusedRow
 from llm.errors import GenerationInterrupted, ValidationError
 from llm.inputs import LoRARequest
+from llm.inside.asked import Captures, Interventions
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
 
@@ -212,6 +213,8 @@ def prompt_batches(
     tokenization_kwargs: Mapping[str, object] | None,
     on_error: str,
     on_too_long: str,
+    capture: Captures,
+    interventions: Interventions,
 ) -> Iterator[list[Entry]]:
     """The prompts of an iterable, tokenized in batches; what is wrong with an argument is told at once."""
     check_choice("on_error", on_error, ("raise", "return"))
@@ -232,9 +235,8 @@ def prompt_batches(
             with llm._exclusive():
                 engine = llm._open_engine()
                 numbers, default = RowNumbers(call, first), llm.get_default_sampling_params
-                rows = llm._preprocessor.checked_rows(
-                    batch, per_row, default, tokenization_kwargs, on_too_long, numbers
-                )
+                asked = with_inside(per_row, capture, interventions, default)
+                rows = llm._preprocessor.checked_rows(batch, asked, default, tokenization_kwargs, on_too_long, numbers)
                 give_adapters(engine, rows, of_batch)
             first += len(batch)
             if on_error == "raise":

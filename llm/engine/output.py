@@ -15,6 +15,7 @@ from llm.engine.request import Request
 from llm.engine.rows import AnyRow, RefusedRow, Row
 from llm.inputs import LoRARequest
 from llm.inside.asked import Part
+from llm.inside.capture import Activations
 from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, RequestStateStats, StructuredOutcome
 from llm.sampling.logprobs import TokenLogprobs
 from llm.sampling_params import SamplingParams
@@ -125,8 +126,15 @@ class Completion:
             error=request.error,
             structured=structured,
             parsed=_parsed(request, text, structured),
-            activations=None if request.params.inside is None else request.params.inside.activations(self._activations),
+            activations=self._found_inside(),
         )
+
+    def _found_inside(self) -> Activations | None:
+        """None: nothing is captured, or of a stream that goes on: they come with its end."""
+        inside = self.request.params.inside
+        if inside is None or (self._streaming and self.request.finish_reason is None):
+            return None
+        return inside.activations(self._activations)
 
     def _find_stop(self, text: str, new: int) -> None:
         """Cut the text at the stop string that ends first; ties go to the first in the list."""

@@ -2,7 +2,8 @@
 
 layers.3.input               the residual stream that enters the layer
 layers.3.attention.input     what attention reads, behind its norm
-layers.3.attention.query     of each head, behind norm and rotary embedding; .key and .value of each KV head
+layers.3.attention.query     of each head, behind norm and rotary embedding; .key and .value of each KV head; of latent
+                             attention .key is the latent, which is the value too, and the rotated channels
 layers.3.attention.pattern   the weight of each position, of each head
 layers.3.attention.heads     each head's output, before the output projection
 layers.3.attention.output    what attention adds to the stream
@@ -83,8 +84,8 @@ _LENS = {
     "hook_resid_post": "output",
     "hook_attn_out": "attention.output",
     "hook_mlp_out": "mlp.output",
-    "attn.hook_q": "attention.query",
-    "attn.hook_k": "attention.key",
+    "attn.hook_rot_q": "attention.query",
+    "attn.hook_rot_k": "attention.key",
     "attn.hook_v": "attention.value",
     "attn.hook_z": "attention.heads",
     "attn.hook_pattern": "attention.pattern",
@@ -106,6 +107,8 @@ _WHOLE = {
     **dict.fromkeys(("embeddings", "model.embed_tokens", "transformer.wte", "blocks.0.hook_embed"), "layers.0.input"),
 }
 _LENS_LAYER = re.compile(r"blocks\.(-?\d+|\*)\.(.+)")
+# TransformerLens' names of queries and keys before the rotary embedding.
+_UNROTATED = re.compile(r"blocks\.(-?\d+|\*)\.attn\.hook_([qk])")
 _MODULE_LAYER = re.compile(r"(?:\w+\.)+(?:layers|h|blocks|block)\.(-?\d+|\*)(?:\.(.+))?")
 
 
@@ -157,6 +160,12 @@ def _from_the_start(name: str, count: int) -> str:
 
 
 def _unknown(pattern: str, sites: Iterable[str]) -> str:
+    if found := _UNROTATED.fullmatch(pattern):
+        name = {"q": "query", "k": "key"}[found[2]]
+        return (
+            f"{pattern} is before the rotary embedding, which is no site here; layers.{found[1]}.attention.{name} is "
+            "behind it, where the model has one."
+        )
     names = list(sites)
     kinds = list(dict.fromkeys(re.sub(r"^layers\.\d+", "layers.*", name) for name in names))
     hint = nearest(pattern, names)

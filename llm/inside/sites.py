@@ -95,6 +95,26 @@ class InputOf(Hook):
         return forward(*args, **{**kwargs, self.name: self._changed(kwargs[self.name], visit)})
 
 
+@dataclass(frozen=True, eq=False)
+class TwoInputsOf(Hook):
+    """Two arguments of the module from place `index` on, side by side in the channels."""
+
+    index: int = 0
+
+    def run(self, forward: Forward, visit: Visit, args: Arguments, kwargs: Named) -> Value:
+        heads = self.site.shape[:-1]
+        pair = [item.view(len(item), *heads, item.shape[-1]) for item in args[self.index : self.index + 2]]
+        found = visit(self.site, len(pair[0]), lambda tokens: torch.cat([item[tokens] for item in pair], dim=-1))
+        if found is None:
+            return forward(*args, **kwargs)
+        parts = found[1].split([item.shape[-1] for item in pair], dim=-1)
+        changed = [
+            item.index_copy(0, found[0], part.to(item.dtype)).view(given.shape)
+            for item, part, given in zip(pair, parts, args[self.index :], strict=False)
+        ]
+        return forward(*args[: self.index], *changed, *args[self.index + 2 :], **kwargs)
+
+
 class StreamInto(Hook):
     """The sum of the first two arguments, of which the second may be None."""
 
@@ -228,6 +248,12 @@ def _of_attention(module: nn.Module, name: str, path: str, hidden: int, cache_dt
     heads: tuple[int, ...] | None = None
     if isinstance(module, MultiHeadLatentAttentionWrapper):
         heads = module.num_heads, module.v_head_dim
+        own = module.attn
+        width, where = own.latent_size + own.rope_size, f"{path}.attn"
+        yield TwoInputsOf(Site(f"{name}.query", (own.num_heads, width), module=where), own)
+        yield TwoInputsOf(Site(f"{name}.key", (1, width), module=where), own, 2)
+        scoring = Scoring(1, own.scale, None, None, None, None, None, _kept_as(cache_dtype))
+        yield Hook(Site(f"{name}.pattern", (own.num_heads, -1), can_change=False, module=where, scoring=scoring), own)
     elif isinstance(attention, Attention):
         heads = attention.num_heads, attention.head_size
         if hasattr(module, "qkv_proj"):  # a layer that reads another's cache does not call it
@@ -248,9 +274,13 @@ def _pattern(attention: Attention, name: str, path: str, cache_dtype: torch.dtyp
     )
     scoring = Scoring(
         *(params.num_kv_heads, params.scale, params.sliding_window, params.soft_cap, params.attention_chunk),
-        *(sinks, slopes, str(cache_dtype).removeprefix("torch.") if cache_dtype.itemsize > 1 else "float32"),
+        *(sinks, slopes, _kept_as(cache_dtype)),
     )
     return Site(name, (attention.num_heads, -1), can_change=False, module=path, scoring=scoring)
+
+
+def _kept_as(cache_dtype: torch.dtype) -> str:
+    return str(cache_dtype).removeprefix("torch.") if cache_dtype.itemsize > 1 else "float32"
 
 
 def _middle(layer: DecoderLayer, name: str, path: str, hidden: int) -> Iterator[Hook]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llm.base.checks import check_choice, check_flag, refuse
+from llm.base.optional import optional_package
 from llm.base.text import clip, list_names, quote
 from llm.base.types import JsonObject
 from llm.calls.arguments import adapters_of, with_inside
@@ -40,7 +41,7 @@ from llm.errors import (
 from llm.inputs import LoRARequest
 from llm.inside.asked import CAPTURE, asks, resolve
 from llm.inside.capture import Capture
-from llm.jobs.activations import write_activations
+from llm.jobs.activations import FORMATS, check_folder, write_activations
 from llm.jobs.identity import check_finished, check_recordable, digest_of, identity_of, rows_key, sum_of, write_finished
 from llm.jobs.journal import Ended, Journal, Partials, RowRecord, RowRecords
 from llm.jobs.requests import (
@@ -118,6 +119,7 @@ class JobPlan:
     finished: Mapping[str, object]
     model: str
     capture_to: Path | None = None
+    capture_format: str = ""
 
     def numbered(self) -> Iterator[tuple[int, Read]]:
         """This shard's rows with their indices in the whole input."""
@@ -294,7 +296,7 @@ class Job:
         if ended is None:
             return
         if self._plan.capture_to is not None:
-            write_activations(output, self._plan.capture_to)
+            write_activations(output, self._plan.capture_to, self._plan.capture_format)
         del self._running[output.index]
         self._partials.written.pop(output.index, None)
         self._journal.add(ended.record())
@@ -386,6 +388,7 @@ class RunOptions:
     image_column: str | None = None
     capture: Capture | None = None
     capture_to: Path | None = None
+    capture_format: str = "safetensors"
 
     def __post_init__(self) -> None:
         self._check_capture()
@@ -403,6 +406,9 @@ class RunOptions:
         if (self.capture is None) != (self.capture_to is None):
             given, missing = ("capture", "capture_to") if self.capture_to is None else ("capture_to", "capture")
             refuse(missing, None, f"given with {given}: activations of a job go into a folder")
+        check_choice("capture_format", self.capture_format, tuple(FORMATS))
+        if self.capture_format == "arrow":
+            optional_package("pyarrow", "arrow")
         if self.capture is not None and not isinstance(self.capture, Capture):
             refuse("capture", self.capture, "a Capture")
         if self.capture is not None and callable(self.capture.positions):
@@ -549,7 +555,7 @@ def run_job(
         identity,
         {**of_job, **_job_params(files, options, defaults)},
         Path(model).name,
-        options.capture_to,
+        *(options.capture_to, options.capture_format),
     )
     if files.target.exists():  # and resume=True
         return _summary_of_complete(llm, plan)
@@ -571,9 +577,11 @@ def _with_capture(llm: LLM, defaults: JobDefaults, options: RunOptions) -> JobDe
         return defaults
     if defaults.plan is not None:
         refuse("capture", options.capture, "None for a model that pools")
-    resolve({CAPTURE: options.capture}, llm._open_engine().runner.sites())
+    asked = resolve({CAPTURE: options.capture}, llm._open_engine().runner.sites())
+    logger.info("activations take up to %s bytes for each position of a row", f"{asked.max_bytes(1, 1):,}")
     try:
         options.capture_to.mkdir(parents=True, exist_ok=options.resume)
+        check_folder(options.capture_to, options.capture_format)
     except OSError as error:
         said = "exists; delete it, or pass resume=True" if isinstance(error, FileExistsError) else str(error.strerror)
         raise JobError(f"the folder capture_to={options.capture_to} {said}.") from error

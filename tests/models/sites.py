@@ -34,6 +34,8 @@ LAST = {
     "attention": ("heads", ("o_proj", "out_proj", "c_proj", "dense", "wo")),
     "mlp": ("activation", ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "fc_out", "wo", "w2")),
 }
+# transformers' modules that return the stream too, with the site at which they read it.
+WITH_STREAM = {"bloom": {"attention.output": "input", "mlp.output": "middle"}, "mpt": {"mlp.output": "middle"}}
 # Of the norm that reads the stream between attention and MLP.
 MIDDLE = (
     "pre_feedforward_layernorm",
@@ -41,17 +43,23 @@ MIDDLE = (
     "pre_ff_layernorm",
     "ffn_norm",
     "ln_2",
+    "norm_2",
     "post_attention_layernorm",
 )
 
 
 class TheirActivations:
-    """What transformers' model computes at our sites, float32 [tokens, ...]; the comparison flattens them."""
+    """What transformers' model computes at our sites, float32 [tokens, ...]; the comparison flattens them.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        with_stream: leave it in the outputs of modules that return it too.
+    """
+
+    def __init__(self, model: nn.Module, with_stream: bool = False) -> None:
+        self._with_stream = {} if with_stream else WITH_STREAM.get(model.config.model_type, {})
         self.found: dict[str, torch.Tensor] = {}
         self._handles: list[Any] = []
-        self._model = model
+        self.model = model
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
         (layers,) = [one for one in lists if not any(one is not other and one in other.modules() for other in lists)][
             :1
@@ -62,11 +70,22 @@ class TheirActivations:
             getattr(model, "model", model.base_model).register_forward_hook(self._keep_output("norm.output"))
         )
 
-    def of(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
+    def of(self, ids: Sequence[int], length: int = 0) -> dict[str, torch.Tensor]:
+        """`length`: of the sequence, in which other tokens follow."""
         self.found.clear()
+        filled = [*ids, *[3] * (length - len(ids))]
         with torch.no_grad():
-            self.found["logits"] = self._model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
-        return dict(self.found)
+            self.found["logits"] = self.model(input_ids=torch.tensor([filled]), use_cache=False).logits[0]
+        found = dict(self.found)
+        if len(filled) > len(ids):
+            found = {name: _first_tokens(values, len(filled), len(ids)) for name, values in found.items()}
+        for name in [name for name in found if name.endswith("mlp.shared")]:  # added to what its experts return
+            whole = name.replace("shared", "output")
+            found[whole] = found[whole] + found.pop(name).reshape(found[whole].shape)
+        for part, stream in self._with_stream.items():
+            for name in [name for name in found if name.endswith(part)]:
+                found[name] = found[name] - found[name.replace(part, stream)]
+        return found
 
     def close(self) -> None:
         for handle in self._handles:
@@ -83,7 +102,12 @@ class TheirActivations:
                 if key in children:
                     self._around(children[key], f"{name}.{kind}")
                     self._last(children[key], f"{name}.{kind}", kind)
-        if "mixer" in children:  # NemotronH's name of any part
+        if "shared_mlp" in children:
+            self._handles.append(children["shared_mlp"].register_forward_hook(self._keep_output(f"{name}.mlp.shared")))
+        if "mixer" in children and "mlp" in children:
+            self._around(children["mixer"], f"{name}.attention")
+            self._around(children["mixer"], f"{name}.mixer")
+        elif "mixer" in children:  # NemotronH's name of any part
             for kind in PARTS:
                 self._around(children["mixer"], f"{name}.{kind}")
                 self._last(children["mixer"], f"{name}.{kind}", kind)
@@ -135,6 +159,11 @@ class TheirActivations:
         self._handles.append(module.register_forward_hook(self._keep_output(f"{name}.output")))
 
 
+def _first_tokens(values: torch.Tensor, length: int, count: int) -> torch.Tensor:
+    along = list(values.shape).index(length)
+    return values.narrow(along, 0, count)
+
+
 def by_token(values: torch.Tensor, ours: np.ndarray) -> np.ndarray:
     """Their activations in the shape of ours: without the batch; streams of a token side by side."""
     found = values.float() if values.is_floating_point() else values
@@ -153,11 +182,14 @@ def difference(name: str, ours: np.ndarray, theirs: torch.Tensor) -> float:
 
 def compare(llm: LLM, theirs: TheirActivations, prompts: Sequence[list[int]]) -> Iterator[tuple[str, float | None]]:
     """(site, the largest difference over the prompts; None: transformers has no such place)."""
+    # Here the angles of dynamic scaling are those of the longest sequence, in transformers of the sequence so far.
+    scaling = (getattr(theirs.model.config, "rope_parameters", None) or {}).get("rope_type")
+    length = llm.model_config.max_model_len if scaling == "dynamic" else 0
     capture = Capture([name for name in llm.sites() if not name.endswith(".pattern")], positions="all")
     outputs = llm.generate(prompts, PARAMS, capture=capture, use_tqdm=False)
     worst: dict[str, float | None] = {}
     for output in outputs:
-        expected = theirs.of([*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]])
+        expected = theirs.of([*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]], length)
         found = dict(output.activations)
         for chosen in [name for name in found if name.endswith("experts.chosen")]:
             if chosen in expected:
@@ -191,6 +223,7 @@ def main() -> None:
                 found = dict(compare(llm, theirs, make_prompts(row)))
             theirs.close()
             compared = {site: value for site, value in found.items() if value is not None}
+            compared = {site: value for site, value in compared.items() if not site.endswith(BY_DESIGN)}
             far = {site: value for site, value in compared.items() if value > TOLERANCE}
             kinds = sorted({site.split(".", 2)[-1] for site, value in found.items() if value is None})
             print(f"{name:28} {len(compared)} of {len(found)} sites, worst {max(compared.values()):.1e}", end="")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sites import BY_DESIGN, TOLERANCE, TheirActivations, compare
@@ -59,9 +60,9 @@ def test_patterns_and_values_make_the_heads(name: str, tmp_path_factory: pytest.
         assert float((torch.einsum("nhk,khd->nhd", found[site], values) - heads).abs().max()) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "deepseek-v2", "minicpm3"])
 def test_patterns_are_transformers(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Windows, soft caps and sinks; grouped queries; of a chosen head too."""
+    """Windows, soft caps and sinks; grouped queries; latents; of a chosen head too."""
     from transformers import AutoModelForCausalLM
 
     row, folder = TINY_MODELS[name], tiny_checkpoint(name, tmp_path_factory)
@@ -85,6 +86,23 @@ def test_patterns_are_transformers(name: str, tmp_path_factory: pytest.TempPathF
     assert rows.shape == (2, 1, len(prompt))
     whole = output.activations["layers.1.attention.pattern"]
     assert abs(rows[:, 0] - whole[[3, len(prompt) - 1], 2, : len(prompt)]).max() < 1e-6
+
+
+def test_latents_are_changed_as_they_are_read(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A change that changes nothing keeps all bits; without its keys attention weighs all positions alike."""
+    row, one = TINY_MODELS["deepseek-v2"], SamplingParams(temperature=0, max_tokens=2)
+    prompt = make_prompts(row)[3]
+    with one_thread(), LLM(tiny_checkpoint("deepseek-v2", tmp_path_factory), skip_tokenizer_init=True) as llm:
+        capture = Capture(["layers.0.attention.pattern", "layers.0.attention.key", "logits"], positions="all")
+        sites = ["layers.0.attention.query", "layers.0.attention.key"]
+        plain, same, none = (
+            llm.generate([prompt], one, capture=capture, interventions=own, use_tqdm=False)[0].activations
+            for own in ([], [Intervention.scale(sites, 1.0)], [Intervention.scale(sites[1:], 0.0)])
+        )
+    assert all(np.array_equal(plain[name], same[name]) for name in plain)
+    expected = np.tril(np.ones((len(prompt), len(prompt)))) / np.arange(1, len(prompt) + 1)[:, None]
+    assert np.abs(none["layers.0.attention.pattern"][: len(prompt), :, : len(prompt)] - expected[:, None]).max() < 1e-6
+    assert not none["layers.0.attention.key"].any() and not np.array_equal(none["logits"], plain["logits"])
 
 
 def add_to_stream(llm: LLM, model: Any) -> tuple[list[Intervention], Any]:
@@ -196,7 +214,7 @@ def on_transformers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[
 
 def test_on_transformers_code(on_transformers: tuple[LLM, Any]) -> None:
     llm, model = on_transformers
-    theirs = TheirActivations(model)
+    theirs = TheirActivations(model, with_stream=True)
     found = worst(llm, theirs, [list(range(3, 3 + count)) for count in (1, 5, 23)])
     assert {"layers.0.input", "layers.0.attention.output", "layers.1.mlp.output", "logits"} <= found.keys()
     assert {site for site, value in found.items() if value > TOLERANCE} == set()
@@ -208,8 +226,8 @@ def test_a_wrong_site_is_seen(tmp_path_factory: pytest.TempPathFactory) -> None:
     theirs = TheirActivations(reference_model(folder))
     given = theirs.of
 
-    def swapped(ids: Any) -> dict[str, torch.Tensor]:
-        found = given(ids)
+    def swapped(ids: Any, length: int) -> dict[str, torch.Tensor]:
+        found = given(ids, length)
         found["layers.0.mlp.output"], found["layers.1.mlp.output"] = (
             found["layers.1.mlp.output"],
             found["layers.0.mlp.output"],
@@ -236,5 +254,7 @@ def test_names_of_other_libraries() -> None:
         sites = llm.sites()
         assert matching("layers.-1.output", sites) == matching("blocks.3.hook_resid_post", sites) == ["layers.3.output"]
         assert matching(["layers.*.mlp.output", "logits"], sites)[-1] == "logits"
+        with pytest.raises(ValueError, match=r"before the rotary embedding.*layers\.3\.attention\.key is behind it"):
+            matching("blocks.3.attn.hook_k", sites)
         with pytest.raises(ValueError, match=r"no site 'layers.9.output'.*layers\.\*\.mlp\.activation"):
             matching("layers.9.output", sites)
