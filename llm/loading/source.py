@@ -117,7 +117,7 @@ class UpdatedSource:
     """A model some of whose tensors are replaced by others of the same names, shapes and types.
 
     Raises:
-        ValidationError: a name is not of the model's, or a tensor has another shape.
+        ValidationError: a name is not of the model's, or a tensor has another shape, or floats for stored codes.
     """
 
     def __init__(self, source: ModelSource, replaced: Mapping[str, torch.Tensor]) -> None:
@@ -127,6 +127,15 @@ class UpdatedSource:
             if name not in known:
                 raise ValidationError(
                     f"the checkpoint has no tensor {show(name)}.{nearest(str(name), known)}", parameter="tensors"
+                )
+            dtype = known[name].dtype
+            is_codes = not dtype.is_floating_point or dtype.itemsize == 1
+            if isinstance(tensor, torch.Tensor) and is_codes and tensor.dtype != dtype:
+                raise ValidationError(
+                    f"{name} is stored as codes, {str(dtype).removeprefix('torch.')}, and got {tensor.dtype}: pass "
+                    "codes, and scales under their names; or load_weights(path) from another checkpoint; or open a "
+                    "float checkpoint with quantization=, whose updates are quantized.",
+                    parameter="tensors",
                 )
             if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != tuple(known[name].shape):
                 got = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__

@@ -108,6 +108,25 @@ def test_all_or_nothing(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
         stream.close()  # type: ignore[attr-defined]
 
 
+def test_codes_of_a_checkpoint_are_replaced_by_codes_alone(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Floats would be rounded to integers, without their scales."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    with opened(tiny_checkpoint("llama", tmp_path_factory), quantization="w8a8") as llm:
+        llm.save_quantized(tmp_path / "saved")
+    stored = load_file(next((tmp_path / "saved").glob("*.safetensors")))
+    with opened(tmp_path / "saved") as llm:
+        before = answers(llm, "llama")
+        with pytest.raises(ValidationError, match=f"{name} is stored as codes, int8, and got torch.float32"):
+            llm.update_weights({name: llm.weights[name]})
+        values = llm.weights[name]
+        llm.update_weights({name: -stored[name]})
+        assert torch.equal(llm.weights[name], -values) and answers(llm, "llama") != before
+        llm.update_weights({name: stored[name]})
+        assert answers(llm, "llama") == before
+
+
 def test_steps_and_prefixes_of_the_old_weights_are_not_used(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tiny_checkpoint("llama", tmp_path_factory)
     prompt = make_prompts(TINY_MODELS["llama"])[4]
