@@ -83,6 +83,8 @@ _EXACT = {
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 Operation = Callable[..., Any]
+PartResults = tuple[torch.Tensor | None, ...]
+PartFunction = Callable[..., PartResults]
 
 
 class StepSize(NamedTuple):
@@ -107,22 +109,42 @@ class NotRecordable(Exception):
     """A computation cannot be recorded; the message says why."""
 
 
+class RecordedPart(Protocol):
+    """One call of a function in a recording, so that a replay may stop before it and go on behind it.
+
+    Attributes:
+        first, last: it is what the recording does from place `first` to before place `last`.
+    """
+
+    first: int
+    last: int
+
+    def arguments(self, tokens: int) -> list[object]:
+        """What the function was called with; its tensors are the recording's memory, with a row for each token."""
+
+    def results(self, tokens: int) -> PartResults:
+        """What it returned, likewise."""
+
+
 class Recording(Protocol):
     """A recorded computation.
 
     Attributes:
         results: those of the computation that was recorded.
         refusal: why it cannot be replayed; "": it can.
+        parts: by the key that `Backend.record_part` was given, in order; none: it is replayed as a whole.
     """
 
     results: Sequence[torch.Tensor]
     refusal: str
+    parts: Mapping[Hashable, RecordedPart]
 
-    def run(self, tokens: int = 0) -> Sequence[torch.Tensor] | None:
+    def run(self, tokens: int = 0, first: int = 0, last: int | None = None) -> Sequence[torch.Tensor] | None:
         """Replay on what the inputs hold now; returns the results, which the next run overwrites.
 
         Args:
             tokens: how many of the inputs count, and how many the results have; 0: as many as were recorded.
+            first, last: between these places alone, those of `parts`; None: to the end.
 
         None: an input was refused, and the results are undefined.
         """
@@ -234,6 +256,7 @@ class Backend:
         ops: all operations.
         records: True if `record` is supported.
         most_recordings: of decode steps, to keep; the least recently used is dropped first.
+        stops: its replays can stop between the parts of a recording.
         records_kernels_only: what others compute than this backend's kernels would be left out of a recording without
             notice, so steps are recorded only where nothing else computes (`EngineConfig.invariant`).
         rounds_bf16_inputs: GEMMs with bfloat16 weights are faster on activations rounded to bfloat16; activations are
@@ -246,6 +269,7 @@ class Backend:
     variant: str = ""
     records: bool = False
     most_recordings: int = 8
+    stops: bool = False
     records_kernels_only: bool = True
     rounds_bf16_inputs: bool = False
     offloads: bool = False
@@ -402,6 +426,14 @@ class Backend:
             NotRecordable: nothing that is kept was changed; the caller computes the step. No other is tried.
         """
         raise NotImplementedError(f"the {self.name} backend records nothing")
+
+    def record_part(self, key: Hashable, function: PartFunction, arguments: Sequence[object]) -> PartResults:
+        """`function(*arguments)`, called by what is being recorded: one of the recording's `parts`, if it can be one.
+
+        It can if the backend's replays can stop, if it returns a tuple, and if all tensors among its arguments and
+        results are made by what is recorded, and have a row for each token. It is called once.
+        """
+        return function(*arguments)
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

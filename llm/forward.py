@@ -13,12 +13,14 @@ computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 # Of a KV cache that is quantized. A token has a scale in each KV head, bfloat16.
 QUANTIZED_CACHE_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -237,6 +239,26 @@ class ImageTokens:
     metadata: Sequence[AttentionMetadata | None] = ()
 
 
+class Inside(Protocol):
+    """What looks at the activations of a step, or changes them: it is called as a part of the forward of modules.
+
+    Attributes:
+        replayed: what computes a module in the place of its own forward, where a recording has it.
+    """
+
+    replayed: dict[nn.Module, Callable[..., object]]
+
+    @property
+    def modules(self) -> Collection[nn.Module]:
+        """Which modules."""
+
+    def on_tokens(self, span: slice) -> None:
+        """Called by a model that computes the step's tokens in pieces, before each, with those that come."""
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Inside, the modules are computed as if nothing looked."""
+
+
 @dataclass
 class ForwardBatch:
     """One step's input: the tokens of all batch rows, concatenated.
@@ -253,8 +275,7 @@ class ForwardBatch:
         images: the tokens that stand for pictures; None: the step has none.
         extensions: what a plugin's runner adds for its own layers.
         taps: hidden states [N, hidden] between layers, which a forward appends if the model is told to.
-        on_tokens: a model that computes the tokens in parts calls it before each, with those that come; None: nothing
-            inside the model is looked at in this step.
+        inside: what looks inside the model in this step; None: nothing does.
     """
 
     input_ids: torch.Tensor
@@ -268,7 +289,7 @@ class ForwardBatch:
     images: ImageTokens | None = None
     extensions: dict[str, Any] = field(default_factory=dict)
     taps: list[torch.Tensor] = field(default_factory=list)
-    on_tokens: Callable[[slice], None] | None = None
+    inside: Inside | None = None
 
 
 # Recurrent states have no KV group: all states of a request are in its slot.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from llm.kernels.backend import OPERATIONS, Backend, NotRecordable, Operation, StepSize
+from llm.kernels.backend import OPERATIONS, Backend, NotRecordable, Operation, PartFunction, PartResults, StepSize
 from llm.kernels.cpu import build
 from llm.kernels.cpu.gather import MappedMemory
 from llm.kernels.cpu.library import Library, choose_target, load_library, requested_isa
@@ -43,6 +43,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     records = True
+    stops = True
     offloads = True
     activations = (torch.float32,)
 
@@ -105,6 +106,10 @@ class CpuBackend(Backend):
                 raise
             # A model that reads the rows' lengths does not fit a few of their tokens.
             return Recorded(results, None, f"{type(reason).__name__}: {reason}")
+
+    def record_part(self, key: Hashable, function: PartFunction, arguments: Sequence[object]) -> PartResults:
+        recorder = self.library.recorder
+        return function(*arguments) if recorder is None else recorder.part(key, function, arguments)
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,19 +17,21 @@ import gc
 import math
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llm.kernels.backend import NotRecordable
+from llm.kernels.backend import NotRecordable, PartFunction, PartResults, RecordedPart
 from llm.kernels.cpu.elementwise import substitute
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.memory import Pool
+
+T = TypeVar("T")
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -69,6 +71,28 @@ class RecordedCall(NamedTuple):
     result: int
 
 
+class Part:
+    """A `RecordedPart` of this backend; places are numbers of calls.
+
+    Its tensors are borrowed: what is recorded behind it may use their memory again.
+    """
+
+    def __init__(
+        self, first: int, last: int, arguments: Sequence[object], results: Sequence[torch.Tensor | None], most: int
+    ) -> None:
+        self.first, self.last = first, last
+        self._arguments, self._results, self._cuts = arguments, results, most > 0
+
+    def arguments(self, tokens: int) -> list[object]:
+        return [self._cut(item, tokens) if isinstance(item, torch.Tensor) else item for item in self._arguments]
+
+    def results(self, tokens: int) -> PartResults:
+        return tuple(None if item is None else self._cut(item, tokens) for item in self._results)
+
+    def _cut(self, tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+        return _first(tensor, tokens) if self._cuts else tensor
+
+
 class Program:
     """Recorded calls; `run` repeats them.
 
@@ -80,6 +104,7 @@ class Program:
     Attributes:
         calls: in order.
         counts: with `tokens`, the elements of each tensor that was allocated, in order.
+        parts: of what was recorded, by their keys.
     """
 
     def __init__(self, library: Library, tokens: int = 0, most: int = 0, like: Program | None = None) -> None:
@@ -89,6 +114,7 @@ class Program:
         self.replay = library.function("llm_replay")
         self.calls: list[RecordedCall] = []
         self.counts: list[int] = []
+        self.parts: dict[Hashable, Part] = {}
         self._constants: list[tuple[int, int]] = []
         self._compiled: Any = None
         # A replay uses the same addresses: no memory that was used may be freed.
@@ -101,12 +127,13 @@ class Program:
     def __len__(self) -> int:
         return len(self.calls)
 
-    def run(self) -> bool:
-        """Replay the calls; False if one refused its arguments, after which the outputs are undefined."""
+    def run(self, first: int = 0, last: int | None = None) -> bool:
+        """Replay the calls from number `first` to before number `last`, to the end if None; False if one refused its
+        arguments, after which the outputs are undefined."""
         if self._compiled is None:
             compiled = [Call(call.address, _address(ctypes.c_char_p(call.slots)), call.result) for call in self.calls]
             self._compiled = (Call * len(compiled))(*compiled)
-        return self.replay(ctypes.addressof(self._compiled), len(self.calls)) < 0
+        return _replay(self.replay, self._compiled, first, last)
 
     def is_recording(self) -> bool:
         """True in the thread that records: another one computes as usual."""
@@ -121,6 +148,34 @@ class Program:
             raise NotRecordable("the kernels that are called depend on the number of tokens")
         self.calls.append(RecordedCall(_address(entry), slots, result))
         return result
+
+    def part(self, key: Hashable, function: PartFunction, arguments: Sequence[object]) -> PartResults:
+        """See `Backend.record_part`."""
+        if not self.is_recording():
+            return function(*arguments)
+        given, first = self._borrowed(arguments), len(self.calls)
+        results = function(*arguments)
+        returned = self._borrowed(results) if isinstance(results, tuple) else None
+        if given is not None and returned is not None:
+            self.parts[key] = Part(first, len(self.calls), given, returned, self.most)
+        return results
+
+    def _borrowed(self, items: Sequence[T]) -> list[T] | None:
+        """The items, without holding the memory of tensors; None: a tensor has other rows than the step's tokens, or is
+        no memory of the program's."""
+        with torch._C._DisableTorchDispatch():
+            found = [self._without_holding(item) if isinstance(item, torch.Tensor) else item for item in items]
+        if any(own is None and item is not None for own, item in zip(found, items, strict=True)):
+            return None
+        return cast("list[T]", found)
+
+    def _without_holding(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if self.tokens and len(tensor) != self.tokens:
+            return None
+        return tensor if self._is_constant(tensor) else self._pool.borrow(tensor)
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        return any(start <= tensor.data_ptr() < end for start, end in self._constants)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the program's pool; its storage has room for `most` tokens."""
@@ -145,6 +200,11 @@ class Program:
         """Elements of a tensor's storage, where the recorded step needs `count`."""
         self.counts.append(count)
         return count // self.tokens * self.most if self.tokens and count % self.tokens == 0 else count
+
+
+def _replay(replay: Callable[[int, int], int], calls: ctypes.Array[Call], first: int, last: int | None) -> bool:
+    count = (len(calls) if last is None else last) - first
+    return replay(ctypes.addressof(calls) + first * ctypes.sizeof(Call), count) < 0
 
 
 def _address(item: Any) -> int:
@@ -226,10 +286,11 @@ class AnySize:
 
     Attributes:
         most: the most tokens that `run` takes: there is memory for so many.
+        parts: as of `Program`.
     """
 
     def __init__(self, small: Program, large: Program) -> None:
-        self.most = large.most
+        self.most, self.parts = large.most, large.parts
         self._replay = large.replay
         self._recorded = large  # owns the memory that the calls use
         self._slots = np.concatenate([np.frombuffer(call.slots, dtype=np.int64) for call in large.calls])
@@ -243,12 +304,12 @@ class AnySize:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def run(self, tokens: int) -> bool:
-        """Run the calls for so many tokens; False if one refused its arguments, after which outputs are undefined."""
+    def run(self, tokens: int, first: int = 0, last: int | None = None) -> bool:
+        """As `Program.run`, for so many tokens."""
         if not 0 < tokens <= self.most:
             raise ValueError(f"a program for at most {self.most} tokens is not run for {tokens}")
         self._slots[self._places] = self._factors * tokens
-        return self._replay(ctypes.addressof(self._calls), len(self._calls)) < 0
+        return _replay(self._replay, self._calls, first, last)
 
 
 def _that_follow(small: Program, large: Program, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -298,11 +359,13 @@ class Recorded:
         self.results = results
         self.program = program
         self.refusal = refusal
+        self.parts: Mapping[Hashable, RecordedPart] = {} if program is None else program.parts
 
-    def run(self, tokens: int = 0) -> Sequence[torch.Tensor] | None:
+    def run(self, tokens: int = 0, first: int = 0, last: int | None = None) -> Sequence[torch.Tensor] | None:
         if isinstance(self.program, AnySize):
-            return [_first(item, tokens) for item in self.results] if self.program.run(tokens) else None
-        return self.results if self.program is not None and self.program.run() else None
+            done = self.program.run(tokens, first, last)
+            return [_first(item, tokens) for item in self.results] if done else None
+        return self.results if self.program is not None and self.program.run(first, last) else None
 
 
 def _first(tensor: torch.Tensor, tokens: int) -> torch.Tensor:

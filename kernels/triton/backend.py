@@ -9,13 +9,13 @@ import functools
 import importlib
 import importlib.util
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from llm.kernels.backend import CPU, OPERATIONS, Backend, NotRecordable, Operation, StepSize
+from llm.kernels.backend import CPU, OPERATIONS, Backend, NotRecordable, Operation, RecordedPart, StepSize
 from llm.kernels.reference.backend import pytorch
 from llm.platforms.interface import Platform
 
@@ -58,8 +58,9 @@ class Graph:
     def __init__(self, graph: torch.cuda.CUDAGraph, results: Sequence[torch.Tensor]) -> None:
         self._graph = graph
         self.results = results
+        self.parts: Mapping[Hashable, RecordedPart] = {}
 
-    def run(self, tokens: int = 0) -> Sequence[torch.Tensor]:
+    def run(self, tokens: int = 0, first: int = 0, last: int | None = None) -> Sequence[torch.Tensor]:
         self._graph.replay()
         return [item[:tokens] for item in self.results] if tokens else self.results
 

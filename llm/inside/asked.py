@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -54,6 +55,19 @@ class Asked:
                 fitted = change.of(self.sites[name], positions, num_prompt)
                 changes.setdefault(name, []).append((positions, fitted))
         return replace(self, changes=changes, num_prompt=num_prompt)
+
+    @cached_property
+    def alike(self) -> list[tuple[list[str], Sequence[Positions], str, Sequence[tuple[Positions, Change]]]]:
+        """(sites, what is read, its dtype, changes): sites of which the same is asked stand together."""
+        found: dict[object, list[str]] = {}
+        for name in {**self.reads, **self.changes}:
+            positions, dtype = self.reads.get(name, ((), "float32"))
+            same = name if name in self.changes else (*map(id, positions), dtype)
+            found.setdefault(same, []).append(name)
+        return [
+            (names, *self.reads.get(names[0], ((), "float32")), self.changes.get(names[0], ()))
+            for names in found.values()
+        ]
 
     @property
     def limit_bytes(self) -> int:

@@ -1,8 +1,9 @@
 """The runner's side of captures and interventions: a step in which some rows read or change activations.
 
-Such a step is not recorded. Only the modules with a site that a row of the step asks for are stepped into: their
-`forward` is replaced on the object for the length of the forward pass. These are not torch's hooks, which are counted:
-what looks for hooks (`llm.base.watch`) would search the whole model again in the steps after.
+Such a step is not recorded, but replayed where it was, in the layers that nothing is asked of (`llm.runner.recorded`).
+Only the modules with a site that a row of the step asks for are stepped into: their `forward` is replaced on the object
+for the length of the forward pass. These are not torch's hooks, which are counted: what looks for hooks
+(`llm.base.watch`) would search the whole model again in the steps after.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +23,20 @@ from llm.inside.intervention import Change, Place
 from llm.inside.names import FINAL, LOGITS, Site
 from llm.inside.positions import wanted
 from llm.inside.sites import Hook, Take, final_sites, find_hooks
+from llm.models.decoder import DecoderForCausalLM, DecoderLayer
 from llm.runner.batch import InputBatch, StepInput
 
 Upload = Callable[[np.ndarray], torch.Tensor]
+Forward = Callable[..., object]
 # (hidden states [N, H], their batch rows) -> logits float32 [N, vocab].
 ComputeLogits = Callable[[torch.Tensor, np.ndarray], torch.Tensor]
+
+
+def layers_of(model: nn.Module) -> Sequence[nn.Module]:
+    """The layers that all sites of a model are in, but those behind the last; none: they are not known."""
+    if not isinstance(model, DecoderForCausalLM):
+        return ()
+    return [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
 
 
 class ModelInside:
@@ -55,7 +66,7 @@ class ModelInside:
             if asked is not None:
                 start = int(batch.num_computed[row])
                 at = np.arange(start, start + count)
-                for name, own in _row_work(asked, batch, row, first, at).items():
+                for name, own in _row_work(asked, batch, row, first, at):
                     work.setdefault(name, []).append(own)
             first += count
         if not work:
@@ -91,23 +102,39 @@ class RowWork:
         """Indices among the step's tokens."""
         return self.positions - self.start + self.first
 
+    @property
+    def read(self) -> tuple[str, np.ndarray]:
+        return self.request_id, self.positions
 
-def _row_work(asked: Asked, batch: InputBatch, row: int, first: int, at: np.ndarray) -> dict[str, RowWork]:
-    found = {}
+
+def _row_work(asked: Asked, batch: InputBatch, row: int, first: int, at: np.ndarray) -> Iterator[tuple[str, RowWork]]:
+    """(site, work); sites of which the same is asked share theirs."""
     num_prompt = int(batch.num_prompt_tokens[row])
-    for name in {**asked.reads, **asked.changes}:
-        positions, dtype = asked.reads.get(name, ([], "float32"))
+    for names, positions, dtype, places in asked.alike:
         captured = np.logical_or.reduce([np.zeros(len(at), bool), *(wanted(own, at, num_prompt) for own in positions)])
-        changes = [(wanted(where, at, num_prompt), change) for where, change in asked.changes.get(name, ())]
+        changes = [(wanted(where, at, num_prompt), change) for where, change in places]
         any_of = np.logical_or.reduce([captured, *(mask for mask, _ in changes)])
         if not any_of.any():
             continue
         own = np.flatnonzero(any_of)
-        found[name] = RowWork(
+        work = RowWork(
             *(batch.request_ids[row], row, first, int(at[0]), num_prompt, batch.token_ids[row], at[own]),
             *(captured[own], dtype, [(mask[own], change) for mask, change in changes if mask.any()]),
         )
-    return found
+        yield from ((name, work) for name in names)
+
+
+class Readers(NamedTuple):
+    """Rows that are read together, with the positions of each and the step's tokens of all; and the other rows."""
+
+    rows: list[tuple[str, np.ndarray]]
+    tokens: torch.Tensor
+    dtype: str
+    others: Sequence[RowWork]
+
+
+def _as(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    return values.to(getattr(torch, dtype)) if values.is_floating_point() else values
 
 
 @dataclass
@@ -119,23 +146,43 @@ class StepInside:
     sites: Mapping[str, Site]
     upload: Upload
     activations: dict[str, list[Part]] = field(default_factory=dict)
-    _captured: list[tuple[str, str, np.ndarray, torch.Tensor]] = field(default_factory=list)
+    # (site, rows with the positions that are theirs, values of all of these)
+    _captured: list[tuple[str, list[tuple[str, np.ndarray]], torch.Tensor]] = field(default_factory=list)
+    _readers: dict[tuple[int, ...], Readers] = field(default_factory=dict)
+    # See `llm.forward.Inside`.
+    replayed: dict[nn.Module, Forward] = field(default_factory=dict)
+    _is_suspended: bool = False
     # Which of the step's tokens the model computes at a time, where it does not compute all at once.
     _span: slice | None = None
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [hook.module for hook in self.hooks]
+
     def on_tokens(self, span: slice) -> None:
-        """Called by a model that computes the step's tokens in parts, before each."""
         self._span = span
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = False
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside, the model's modules stop at the sites."""
         before: list[tuple[dict[str, object], object]] = []
+        entered: set[nn.Module] = set()
         try:
             for hook in self.hooks:
-                own = vars(hook.module)
+                own, inner = vars(hook.module), hook.module.forward
+                if hook.module not in entered:
+                    entered.add(hook.module)
+                    inner = partial(self._compute, hook.module, inner)
                 before.append((own, own.get("forward")))
-                own["forward"] = partial(_run, hook, hook.module.forward, self.visit)
+                own["forward"] = partial(self._stop_at, hook, inner)
             yield
         finally:
             for own, forward in reversed(before):
@@ -144,6 +191,13 @@ class StepInside:
                 else:
                     own["forward"] = forward
 
+    def _stop_at(self, hook: Hook, forward: Forward, *args: object, **kwargs: object) -> object:
+        return forward(*args, **kwargs) if self._is_suspended else hook.run(forward, self.visit, args, kwargs)
+
+    def _compute(self, module: nn.Module, forward: Forward, *args: object, **kwargs: object) -> object:
+        """The module's own forward, or what computes it in a recorded step."""
+        return self.replayed.get(module, forward)(*args, **kwargs)
+
     def after(self, hidden: torch.Tensor, compute_logits: ComputeLogits) -> torch.Tensor:
         """The sites behind the forward pass; returns the hidden states [N, H], changed or not."""
         self._span = None
@@ -151,12 +205,15 @@ class StepInside:
         if found is not None:
             hidden = hidden.index_copy(0, *found)
         for own in self.work.get(LOGITS, ()):
-            rows = np.full(len(own.positions), own.row)
-            logits = compute_logits(hidden[self.upload(own.tokens)], rows)
-            self._captured.append((own.request_id, LOGITS, own.positions, logits.to(getattr(torch, own.dtype))))
-        for request_id, name, positions, values in self._captured:
-            part = name, positions, values.cpu().numpy()
-            self.activations.setdefault(request_id, []).append(part)
+            batch_rows = np.full(len(own.positions), own.row)
+            logits = compute_logits(hidden[self.upload(own.tokens)], batch_rows)
+            self._captured.append((LOGITS, [own.read], logits.to(getattr(torch, own.dtype))))
+        for name, rows, values in self._captured:
+            array, first = values.cpu().numpy(), 0
+            for request_id, own_positions in rows:
+                part = name, own_positions, array[first : first + len(own_positions)]
+                self.activations.setdefault(request_id, []).append(part)
+                first += len(own_positions)
         return hidden
 
     def visit(
@@ -167,7 +224,14 @@ class StepInside:
         if span.stop - span.start != tokens:
             raise RuntimeError(f"{site.name} was computed for {tokens} tokens of {span.stop - span.start}")
         changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for own in self.work.get(site.name, ()):
+        work = self.work.get(site.name, ())
+        if self._span is None:
+            readers = self._readers_of(work)
+            if readers.rows:
+                # `take` copies: nobody writes into it.
+                self._captured.append((site.name, readers.rows, _as(take(readers.tokens), readers.dtype)))
+            work = readers.others
+        for own in work:
             here = np.flatnonzero((own.tokens >= span.start) & (own.tokens < span.stop))
             if not len(here):
                 continue
@@ -180,12 +244,24 @@ class StepInside:
             kept = np.flatnonzero(own.captured[here])
             if len(kept):
                 values = x if len(kept) == len(here) else x[self.upload(kept)]
-                kind = values.dtype if site.dtype == "int64" else getattr(torch, own.dtype)
-                # `take` copies, and what is put back is copied again: nobody writes into it.
-                self._captured.append((own.request_id, site.name, own.positions[here[kept]], values.to(kind)))
+                # What is put back is copied again.
+                row = own.request_id, own.positions[here[kept]]
+                self._captured.append((site.name, [row], _as(values, own.dtype)))
         if not changed:
             return None
         return torch.cat([indices for indices, _ in changed]), torch.cat([values for _, values in changed])
+
+    def _readers_of(self, work: Sequence[RowWork]) -> Readers:
+        """The rows that are only read, which are so together; sites where the same rows are read share them."""
+        key = tuple(map(id, work))
+        if key not in self._readers:
+            plain = [own for own in work if not own.changes]
+            same = [own for own in plain if own.dtype == plain[0].dtype]
+            tokens = np.concatenate([np.empty(0, np.int64), *(own.tokens for own in same)])
+            others = [own for own in work if not any(own is one for one in same)]
+            dtype = same[0].dtype if same else "float32"
+            self._readers[key] = Readers([own.read for own in same], self.upload(tokens), dtype, others)
+        return self._readers[key]
 
     def _change(
         self, site: Site, own: RowWork, here: np.ndarray, x: torch.Tensor, chosen: torch.Tensor | None
@@ -208,7 +284,3 @@ class StepInside:
             ]
             x = x.index_copy(0, indices, change(x[indices], places).float())
         return x
-
-
-def _run(hook: Hook, forward: Callable[..., object], visit: object, *args: object, **kwargs: object) -> object:
-    return hook.run(forward, visit, args, kwargs)  # type: ignore[arg-type]

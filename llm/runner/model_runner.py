@@ -55,7 +55,7 @@ from llm.quantization.on_load import ActivationStatistics, OnlineConfig
 from llm.runner.adapters import ModelAdapters
 from llm.runner.batch import InputBatch, StepInput
 from llm.runner.images import ImageRows, TowerTensors
-from llm.runner.inside import ModelInside
+from llm.runner.inside import ModelInside, layers_of
 from llm.runner.inspection import (
     ExpertCounter,
     InputObserver,
@@ -165,7 +165,7 @@ class ModelRunner:
             batch = self.prepare_batch(step)
             batch = self.images.apply(step, self.batch, batch)
             inside = self.inside.step(step, self.batch, self.backend.upload)
-            batch.on_tokens = None if inside is None else inside.on_tokens
+            batch.inside = inside
             self.extend_context(batch, plan)
             self._copy_states((new.restored_slot, new.slot) for new in plan.new_rows if new.restored_slot)
             result = RunnerOutput()
@@ -679,6 +679,8 @@ class ModelRunner:
             self.model,
             self.backend,
             self.batch.max_blocks,
+            parts=layers_of(self.model),
+            computing=None if self.adapters is None else self.adapters.tokens.of,
             forward=None if self.adapters is None else self._compute,
             compute_logits=self.compute_logits if records_head else None,
             vocab_size=self._vocab_size,

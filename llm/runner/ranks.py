@@ -239,7 +239,7 @@ def _described(batch: ForwardBatch) -> dict[str, object]:
     """A batch as plain data; states that share their metadata share it on the other side too."""
     if batch.images is not None or batch.inputs_embeds is not None or batch.extensions:
         _refuse("a prompt with pictures", "they are not sent to other processes")
-    if batch.on_tokens is not None:
+    if batch.inside is not None:
         _refuse("what looks inside the model", "each rank has a part of its activations")
     known: dict[int, int] = {}
     groups: list[dict[str, object]] = []

@@ -10,16 +10,19 @@ Python is several times slower than elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from llm.base.watch import Watch
 from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata
-from llm.kernels.backend import Backend, NotRecordable, Recording, StepSize
+from llm.kernels.backend import Backend, NotRecordable, PartFunction, PartResults, Recording, StepSize
 
 Metadata = AttentionMetadata | RecurrentMetadata
 
@@ -63,6 +66,10 @@ class RecordedSteps:
         compute_logits: float32 [L, H] -> float32 [L, vocab_size]; None: there are no `scores`.
         rolls_back: no recurrent state sees a rejected draft; if False, steps of any size are not recorded where there
             are such states.
+        parts: the layers of the model. Where something looks inside the model (`ForwardBatch.inside`), a replay stops
+            at the layers that are concerned: one that is looked at within is computed, and what one takes and gives is
+            read and changed between replays.
+        computing: the context in which layers are computed that read the batch's adapters, `adapter_ids`.
 
     Attributes:
         refusal: why steps cannot be recorded; None: they can, as far as is known.
@@ -78,6 +85,8 @@ class RecordedSteps:
         compute_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
         vocab_size: int = 0,
         rolls_back: bool = True,
+        parts: Iterable[nn.Module] = (),
+        computing: Callable[[torch.Tensor | None], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.refusal: str | None = None
         self.any_size_refusal: str | None = None
@@ -85,6 +94,10 @@ class RecordedSteps:
         self._backend = backend
         self._max_blocks = max_blocks
         self._model, self._forward = model, forward
+        self._parts = tuple(parts)
+        self._computing = computing
+        # Module -> the part that it is, or is in.
+        self._part_of = {module: part for part in self._parts for module in part.modules()}
         self._compute_logits = compute_logits
         self._vocab_size = vocab_size
         self._rolls_back = rolls_back
@@ -113,8 +126,16 @@ class RecordedSteps:
             step = (self._steps if size.tokens_per_row else self._any_size).get(key)
             if step is not None:
                 return self._replay(key, step, batch)
-            if after is not None and self._times_seen(key) >= after:
+            if after is None or self._times_seen(key) < after:
+                continue
+            if batch.inside is None:
                 return self._record(key, batch)
+            if not self._may_repeat(batch):
+                continue
+            with batch.inside.suspended():
+                self._record(key, batch)
+            step = (self._steps if size.tokens_per_row else self._any_size).get(key)
+            return None if step is None else self._replay(key, step, batch)
         return None
 
     def scores(self, hidden: torch.Tensor) -> Scores | None:
@@ -140,10 +161,14 @@ class RecordedSteps:
         return None if found is None else Scores(*found)
 
     def _replay(self, key: _Key, step: _Step, batch: ForwardBatch) -> torch.Tensor | None:
-        tokens = len(batch.input_ids)
+        tokens, concerned = len(batch.input_ids), self._concerned(batch)
+        if any(part not in step.recording.parts for part in concerned):
+            return None
         step.inputs.fill(batch, tokens)
-        found = step.recording.run(tokens)
+        found = self._run(step, batch, concerned) if concerned else step.recording.run(tokens)
         if found is None:  # a kernel refused its arguments: the caller runs the model, which raises the error
+            if batch.inside is not None:
+                batch.inside.replayed.clear()
             return None
         hidden, *batch.taps = found
         step.inputs.share_calls(batch)
@@ -152,6 +177,69 @@ class RecordedSteps:
             self._last = step, hidden
         return hidden
 
+    def _run(
+        self, step: _Step, batch: ForwardBatch, concerned: dict[nn.Module, set[nn.Module]]
+    ) -> Sequence[torch.Tensor] | None:
+        """Replay a step, and stop at the parts in which modules are looked at."""
+        recording, tokens, done = step.recording, len(batch.input_ids), 0
+        own = step.inputs.batch(batch, tokens)
+        for part, modules in concerned.items():
+            place = recording.parts[part]
+            if recording.run(tokens, done, place.first) is None:
+                return None
+            self._run_part(recording, part, own, tokens, replays=modules == {part})
+            done = place.last
+        return recording.run(tokens, done)
+
+    def _run_part(
+        self, recording: Recording, module: nn.Module, batch: ForwardBatch, tokens: int, replays: bool
+    ) -> None:
+        """Call a part whose arguments are in the recording's memory, and put there what it returns.
+
+        Args:
+            batch: with the tensors of the recording.
+            replays: only what it takes and returns is looked at: between the two the recording is replayed.
+        """
+        place, inside = recording.parts[module], batch.inside
+        arguments = [batch if isinstance(item, ForwardBatch) else item for item in place.arguments(tokens)]
+
+        def replay(*given: object) -> PartResults:
+            _put(given, place.arguments(tokens))
+            if recording.run(tokens, place.first, place.last) is None:
+                raise RuntimeError("a kernel refuses what the step before it computed")
+            return place.results(tokens)
+
+        if replays and inside is not None:
+            inside.replayed[module] = replay
+        with nullcontext() if self._computing is None else self._computing(batch.adapter_ids):
+            _put(module(*arguments), place.results(tokens))
+
+    def _concerned(self, batch: ForwardBatch) -> dict[nn.Module, set[nn.Module]]:
+        """The parts in which modules are looked at, in order, with these; a module in none stands for itself."""
+        found: dict[nn.Module, set[nn.Module]] = {}
+        for module in () if batch.inside is None else batch.inside.modules:
+            found.setdefault(self._part_of.get(module, module), set()).add(module)
+        return {part: found[part] for part in self._parts if part in found} | found
+
+    def _may_repeat(self, batch: ForwardBatch) -> bool:
+        """True if a step may be computed twice, and its recording will have all parts that are concerned."""
+        has_states = any(isinstance(item, RecurrentMetadata) for item in batch.metadata)
+        return self._backend.stops and not has_states and self._concerned(batch).keys() <= set(self._parts)
+
+    @contextmanager
+    def _noting_parts(self) -> Iterator[None]:
+        """Inside, what is recorded has the parts. Like a captured module's, their `forward` is replaced uncounted."""
+        with ExitStack() as stack:
+            for part in self._parts if self._backend.stops else ():
+                own = vars(part)
+                forward, before = part.forward, own.get("forward")
+                own["forward"] = partial(_call_part, self._backend, part, forward)
+                if before is None:
+                    stack.callback(own.pop, "forward")
+                else:
+                    stack.callback(own.__setitem__, "forward", before)
+            yield
+
     def _record(self, key: _Key, batch: ForwardBatch) -> torch.Tensor | None:
         size, tokens = key[0], len(batch.input_ids)
         # A recording of whatever computes would keep the lengths that a computation read on the host.
@@ -159,12 +247,13 @@ class RecordedSteps:
         inputs.fill(batch, tokens)
 
         def compute(tokens: int) -> Sequence[torch.Tensor]:
-            own = inputs.batch(batch, tokens)
+            own = replace(inputs.batch(batch, tokens), inside=None)
             hidden = self._model.forward(own) if self._forward is None else self._forward(own)
             return hidden, *own.taps
 
         try:
-            recording = self._backend.record(compute, tokens, size, lambda tokens: inputs.fill(batch, tokens))
+            with self._noting_parts():
+                recording = self._backend.record(compute, tokens, size, lambda tokens: inputs.fill(batch, tokens))
         except NotRecordable as reason:
             self.refusal = str(reason)
             return None
@@ -203,7 +292,7 @@ class RecordedSteps:
             and batch.inputs_embeds is None
             and batch.images is None
             and not batch.extensions
-            and batch.on_tokens is None
+            and (batch.inside is None or not any(map(_stores_less, batch.metadata)))
             and not self.is_watched
         )
 
@@ -212,6 +301,26 @@ class RecordedSteps:
             return False
         recurrent = [item for item in batch.metadata if isinstance(item, RecurrentMetadata)]
         return not recurrent or (self._rolls_back and not any(map(_stores_less, recurrent)))
+
+
+def _call_part(backend: Backend, part: nn.Module, forward: PartFunction, *arguments: object) -> PartResults:
+    batches = [item for item in arguments if isinstance(item, ForwardBatch)]
+    if any(batch.inputs_embeds is not None for batch in batches):  # which no other step has
+        return forward(*arguments)
+    return backend.record_part(part, forward, arguments)
+
+
+def _put(values: Sequence[object], targets: Sequence[object]) -> None:
+    """Copy the tensors that are elsewhere; what is copied may be in the memory of another target."""
+    moved = [
+        (value.clone(), target)
+        for value, target in zip(values, targets, strict=True)
+        if isinstance(value, torch.Tensor)
+        and isinstance(target, torch.Tensor)
+        and value.data_ptr() != target.data_ptr()
+    ]
+    for value, target in moved:
+        target.copy_(value)
 
 
 class StepInputs:

@@ -7,7 +7,10 @@ are the same bits. Defects planted by hand are in `tests/mutations/inside.mutant
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import pickle
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,7 +23,7 @@ from test_metamorphic import TOLERANCE, Case, Request, assert_same, generate
 from test_speculation import ngrams
 from tiny_models import TINY_MODELS, make_prompts, one_thread, tiny_checkpoint
 
-from llm import LLM, Capture, Intervention, RequestOutput, SamplingParams, ValidationError
+from llm import LLM, AsyncLLM, Capture, Intervention, RequestOutput, SamplingParams, ValidationError
 from llm.inside.intervention import Place
 
 ROWS = ("llama", "mixtral", "falcon-h1")
@@ -64,6 +67,34 @@ def extra_args(llm: LLM, index: int) -> dict[str, object] | None:
     )[index % 6]
 
 
+def random_args(llm: LLM, draw: random.Random) -> dict[str, object]:
+    """Captures and interventions anywhere, at any positions."""
+
+    def positions() -> Any:
+        words: list[Any] = ["last", "prompt", "generated", "all", [0, -1], slice(1, None, 2), slice(-3, None)]
+        return draw.choice([*words, lambda at, prompt: at % 3 == 1])
+
+    def change(site: str) -> Intervention:
+        other = vector(llm, site, draw.randrange(99))
+        return draw.choice(
+            [
+                lambda: Intervention.add(site, other, 0.3, positions()),
+                lambda: Intervention.scale(site, draw.uniform(0.3, 1.2), positions()),
+                lambda: Intervention.project_out(site, other, positions()),
+                lambda: Intervention.replace(site, other, positions()),
+                lambda: Intervention.function(site, lambda x, place: x * (1 + 0.1 * (place.position % 3)), positions()),
+            ]
+        )()
+
+    sites = llm.sites()
+    read = draw.sample(list(sites), 4)
+    changed = draw.choices([name for name, site in sites.items() if site.can_change], k=draw.randrange(3))
+    return {
+        "capture": [Capture(name, positions(), draw.choice(["float32", "float16"])) for name in read],
+        "interventions": [change(name) for name in changed],
+    }
+
+
 class InsideCase:
     """A row of the table, its requests, and what they give alone."""
 
@@ -73,6 +104,10 @@ class InsideCase:
             self.requests: list[Request] = [
                 (prompt, replace(params, extra_args=extra_args(llm, index)))
                 for index, (prompt, params) in enumerate(case.requests)
+            ]
+            draw = random.Random(7)
+            self.requests += [
+                (prompt, replace(params, extra_args=random_args(llm, draw))) for prompt, params in case.requests[:5]
             ]
             self.alone = [generate(llm, [request])[0] for request in self.requests]
 
@@ -128,16 +163,18 @@ def test_every_position_is_there(inside: InsideCase) -> None:
 
 def test_neighbours_are_those_of_a_plain_call(inside: InsideCase) -> None:
     """Rows with captures alone, and rows without anything, answer as they do where nobody looks inside."""
-    for index, (args, plain) in enumerate(zip(inside.requests, inside.case.alone, strict=True)):
+    for index, (args, plain) in enumerate(zip(inside.requests, inside.case.alone, strict=False)):
         asked = args[1].extra_args or {}
-        if "interventions" not in asked:
+        if not asked.get("interventions"):
             for ours, expected in zip(inside.alone[index].outputs, plain.outputs, strict=True):
                 assert_same(expected, ours)
 
 
 def test_interventions_change_answers(inside: InsideCase) -> None:
     changed = [
-        index for index, (_, params) in enumerate(inside.requests) if "interventions" in (params.extra_args or {})
+        index
+        for index, (_, params) in enumerate(inside.requests[: len(inside.case.requests)])
+        if "interventions" in (params.extra_args or {})
     ]
     tables = [
         (
@@ -243,6 +280,96 @@ def test_steps_of_plain_rows_stay_recorded(llama: LLM) -> None:
     llama.generate([PROMPT], replace(PARAMS, max_tokens=8), use_tqdm=False)
     assert recorded._is_watched._looks_left == looks == 0
     assert {key: id(step) for key, step in recorded._steps.items()} == steps
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "deepseek-v2"])
+def test_layers_of_which_nothing_is_asked_are_replayed(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where something is looked at inside of a layer it is computed, all others are not, and no bit changes."""
+    row = TINY_MODELS[name]
+    prompts = make_prompts(row)[3:6]
+    with one_thread(), LLM(tiny_checkpoint(name, tmp_path_factory), skip_tokenizer_init=True, **row.engine) as llm:
+        runner: Any = engine_of(llm).runner
+        if runner.recorded is None:
+            pytest.skip("nothing is recorded here")
+        asked: list[dict[str, Any]] = [
+            {"capture": Capture(["layers.*.output", "layers.0.input"], positions="all")},
+            {"capture": Capture("layers.1.attention.output", positions="all")},
+            {"interventions": Intervention.scale(["layers.1.input", "layers.0.output"], 0.9, positions="generated")},
+            {"capture": Capture("logits", "all"), "interventions": Intervention.scale("layers.1.mlp.output", 0.5)},
+            {"interventions": Intervention.add("norm.output", vector(llm, "norm.output"))},
+        ]
+        replayed: list[Any] = []
+        computed: list[int] = []
+        layers = {layer: index for index, layer in enumerate(runner.model.model.layers)}
+
+        def answers() -> list[RequestOutput]:
+            llm.reset_prefix_cache()
+            return [output for more in asked for output in llm.generate(prompts, PARAMS, **more, use_tqdm=False)]
+
+        kept, runner.recorded = runner.recorded, None
+        expected = answers()
+        runner.recorded = kept
+        for _ in range(2):
+            for ours, theirs in zip(answers(), expected, strict=True):
+                assert_same_inside(theirs, ours)
+        assert runner.recorded.refusal is None and runner.recorded._any_size and runner.recorded._steps
+        run, run_part = runner.recorded.run, runner.recorded._run_part
+
+        def noted(batch: Any) -> Any:
+            replayed.append(found := run(batch))
+            return found
+
+        def noted_part(recording: Any, module: Any, batch: Any, tokens: int, replays: bool) -> None:
+            computed.extend([] if replays else [layers[module]])
+            run_part(recording, module, batch, tokens, replays)
+
+        runner.recorded.run, runner.recorded._run_part = noted, noted_part
+        answers()
+        assert set(computed) == {1}
+        assert len(replayed) >= 20 and all(found is not None for found in replayed)
+
+
+def test_every_call_takes_them(llama: LLM) -> None:
+    """Flows, streams and requests of asyncio give the activations and answers of `generate`."""
+    site, prompts = "layers.1.output", [PROMPT, PROMPT[::-1]]
+    given: dict[str, Any] = {
+        "capture": Capture(site, "all"),
+        "interventions": Intervention.scale("layers.0.mlp.output", 0.5),
+    }
+    expected = llama.generate(prompts, PARAMS, **given, use_tqdm=False)
+    (plain,) = llama.generate([PROMPT], PARAMS, use_tqdm=False)
+    assert plain.outputs[0].logprobs != expected[0].outputs[0].logprobs
+    for params in (PARAMS, iter([PARAMS, PARAMS])):
+        found = list(llama.generate_iter(iter(prompts), params, **given, ordered=True))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_same_inside(theirs, ours)
+
+    async def ask() -> list[RequestOutput]:
+        async with contextlib.aclosing(AsyncLLM(llama).generate(PROMPT, PARAMS, **given)) as outputs:
+            return [output async for output in outputs]
+
+    *others, last = asyncio.run(ask())
+    assert_same_inside(expected[0], last)
+    assert others and all(output.activations is None for output in others)
+    with pytest.raises(TypeError, match="pieces of text have no activations; call stream_state or generate_iter"):
+        llama.stream(PROMPT, PARAMS, capture=site)  # type: ignore[call-arg]
+
+
+def test_text_is_steered_while_it_streams() -> None:
+    with LLM() as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
+        change = Intervention.add("layers.1.output", vector(llm, "layers.1.output"), 40.0)
+        expected, plain = (llm.generate("And God", params, interventions=own, use_tqdm=False) for own in (change, None))
+        assert expected[0].outputs[0].text != plain[0].outputs[0].text
+        assert "".join(llm.stream("And God", params, interventions=change)) == expected[0].outputs[0].text
+        *_, state = llm.stream_state("And God", params, interventions=change, capture="norm.output")
+        (captured,) = llm.generate("And God", params, interventions=change, capture="norm.output", use_tqdm=False)
+        assert_same_inside(captured, state.output())
+        talk = [{"role": "user", "content": "And God"}]
+        stream = llm.stream_chat(talk, params, interventions=change, capture="norm.output")
+        (whole,) = llm.chat(talk, params, interventions=change, capture="norm.output", use_tqdm=False)
+        assert "".join(stream) == whole.outputs[0].text
+        assert np.array_equal(stream.output.activations["norm.output"], whole.activations["norm.output"])
 
 
 def test_outputs_are_plain_data(llama: LLM) -> None:

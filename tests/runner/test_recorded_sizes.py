@@ -63,9 +63,9 @@ def replayed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     program = step.recording.program
     run_program = program.run
 
-    def run_and_note(tokens: int) -> bool:
+    def run_and_note(tokens: int, *places: Any) -> bool:
         seen.append(tokens)
-        assert run_program(tokens), "a kernel refused its arguments"
+        assert run_program(tokens, *places), "a kernel refused its arguments"
         return True
 
     monkeypatch.setattr(program, "run", run_and_note)

@@ -136,8 +136,8 @@ class RowCache:
             note.start()
         for first in range(tokens.start, tokens.stop, step):
             piece = slice(first, first + step)
-            if batch.on_tokens is not None:
-                batch.on_tokens(piece)
+            if batch.inside is not None:
+                batch.inside.on_tokens(piece)
             embeds = None if batch.inputs_embeds is None else batch.inputs_embeds[piece]
             parts.append(passes.hidden(batch.input_ids[piece], batch.positions[piece], embeds, cache))
         self._store(cache, noted, batch, row, tokens)
