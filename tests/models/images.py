@@ -641,6 +641,7 @@ FAMILIES: dict[str, Family] = {
             "eoi_token": "<|END_OF_IMG|>",
             "img_line_break_token": "<|IMG_LINE_BREAK|>",
         },
+        logits=0.5,
     ),
 }
 

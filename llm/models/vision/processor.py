@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import json
 import re
 import sys
@@ -146,13 +147,15 @@ class PictureProcessor:
                     parameter="mm_processor_kwargs",
                 )
         try:
-            merged = self._theirs._merge_kwargs(
+            whole = self._theirs._merge_kwargs(
                 self._theirs.valid_processor_kwargs,
                 tokenizer_init_kwargs=self._tokenizer.init_kwargs,
                 **dict(options),
-            )["images_kwargs"]
-            merged["return_tensors"] = "pt"
-            found, texts = self._theirs._process_images([picture], **merged)
+            )
+            makes = self._theirs._process_images
+            merged = {name: whole[name] for name in inspect.signature(makes).parameters if name in whole}
+            merged |= {**whole["images_kwargs"], "return_tensors": "pt"}
+            found, texts = makes([picture], **merged)
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, NotImplementedError) as error:
             reason = clip(" ".join(str(error).split()), 200) or type(error).__name__
             size = "x".join(map(str, picture.size))

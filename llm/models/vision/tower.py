@@ -143,7 +143,8 @@ class VisionTower(Patchable):
         name = "get_video_features" if VIDEO_PIXELS in inputs else "get_image_features"
         compute = getattr(_owner(self._theirs[0], name), name)
         takes = inspect.signature(compute).parameters
-        given = {name: value for name, value in inputs.items() if name in takes}
+        given = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
+        given = {name: value for name, value in given.items() if name in takes}
         with attention.computing(self._ops):
             found = compute(**given, **self._defaults(takes), return_dict=True)
         rows = _rows(getattr(found, "pooler_output", found))
