@@ -4,8 +4,8 @@
 //
 // Scales are applied to sums, not to weights: of each group of k, a chain of FMAs from +0 adds the products of inputs
 // and unscaled values. Then zero point, scale and minimum, in the order of Grid::add, add it to the output's sum; at
-// last the bias. For few batch rows, values become float32 in registers just before they are multiplied. For more, a
-// block of k is widened once into the L2 cache and shared by a block of row tiles.
+// last the bias. For few batch rows, values become float32 in registers just before they are multiplied. Of more, the
+// first of a block of row tiles does the same, and leaves the values of a block of k in the cache for the others.
 #include <cmath>
 
 #include "codes.h"
@@ -18,7 +18,7 @@ constexpr int TILE_PANELS = 2;
 #else
 constexpr int TILE_PANELS = 1;
 #endif
-constexpr int64_t BLOCK_K = 256;          // k of the float values in the L2 cache
+constexpr int64_t BLOCK_K = 256;          // k of the float values in the cache
 constexpr int64_t BLOCK_BYTES = 1 << 20;  // activations of one block of row tiles
 constexpr int64_t PREFETCH_BYTES = 2048;
 
@@ -81,31 +81,20 @@ template <Code CODE, Form FORM> struct Grid {
     }
 };
 
-#if !defined(LLM_PLAIN)
-
-#if LLM_AVX512
-constexpr int FEW_ROWS = 12;
-constexpr int panels_for(int rows) { return rows <= 2 ? 4 : 2; }
-#elif LLM_NEON
-constexpr int FEW_ROWS = 6;
-constexpr int panels_for(int rows) { return rows == 1 ? 2 : 1; }
-#else
-constexpr int FEW_ROWS = 6;
-constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
-#endif
-
-// part += x w of one step.
-template <Code CODE, int ROWS, int PANELS>
+// part += x w of one step; with KEEPS its values are left in `kept` [step][PANELS][16].
+template <Code CODE, int ROWS, int PANELS, bool KEEPS = false>
 LLM_INLINE void add_step(const float* a, int64_t stride, const uint8_t* const (&b)[PANELS], int64_t s,
-                         const Lookup<CODE>& lookup, F32 (&part)[ROWS][PANELS]) {
+                         const Lookup<CODE>& lookup, F32 (&part)[ROWS][PANELS], float* kept = nullptr) {
     constexpr std::make_integer_sequence<int, step_of(CODE)> all{};
 #if LLM_AVX512
     // Panels side by side: a broadcast input is used at once, or gcc keeps those of a whole panel and spills.
     for_each([&](auto j) {
         constexpr int J = decltype(j)::value;
         F32 w[PANELS];
-        LLM_UNROLL for (int c = 0; c < PANELS; ++c)
+        LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
             w[c] = Opened<CODE>(b[c] + s * STEP_BYTES, lookup).template value<J>();
+            if (KEEPS) store(kept + (J * PANELS + c) * LANES, w[c]);
+        }
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
             const F32 value = set1(a[r * stride + J]);
             LLM_UNROLL for (int c = 0; c < PANELS; ++c) part[r][c] = fma(value, w[c], part[r][c]);
@@ -117,6 +106,7 @@ LLM_INLINE void add_step(const float* a, int64_t stride, const uint8_t* const (&
         for_each([&](auto j) {
             constexpr int J = decltype(j)::value;
             const F32 w = opened.template value<J>();
+            if (KEEPS) store(kept + (J * PANELS + c) * LANES, w);
             LLM_UNROLL for (int r = 0; r < ROWS; ++r) part[r][c] = fma(set1(a[r * stride + J]), w, part[r][c]);
         }, all);
     }
@@ -131,6 +121,30 @@ LLM_INLINE void fetch_scales(const Call<FORM>& p, int64_t group, const int64_t (
     LLM_UNROLL for (int c = 0; c < PANELS; ++c)
         Grid<CODE, FORM>::fetch(p, next ? group - p.groups : group, columns[c] + (next ? PANELS * LANES : 0));
 }
+
+// How many groups ahead of their use scales are prefetched: as many k as codes are.
+template <Code CODE, Form FORM> LLM_INLINE int64_t groups_ahead(const Call<FORM>& p) {
+    return min(p.groups, max(1, PREFETCH_BYTES / STEP_BYTES * step_of(CODE) / p.group_size));
+}
+
+// Whether every group is of whole steps.
+template <Code CODE> bool has_whole_steps(const Product& p) {
+    constexpr int STEP = step_of(CODE);
+    return p.k % STEP == 0 && (p.group_size % STEP == 0 || p.group_size >= p.k);
+}
+
+#if !defined(LLM_PLAIN)
+
+#if LLM_AVX512
+constexpr int FEW_ROWS = 12;
+constexpr int panels_for(int rows) { return rows <= 2 ? 4 : 2; }
+#elif LLM_NEON
+constexpr int FEW_ROWS = 6;
+constexpr int panels_for(int rows) { return rows == 1 ? 2 : 1; }
+#else
+constexpr int FEW_ROWS = 6;
+constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+#endif
 
 // Few batch rows, whole steps in every group: values go from memory straight to the FMA.
 template <Code CODE, Form FORM, int ROWS>
@@ -147,11 +161,11 @@ __attribute__((noinline)) void few_rows(const Call<FORM>& p, int64_t row, int64_
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < PANELS; ++c) total[r][c] = zero();
     const int64_t steps = p.k / STEP, group_steps = p.group_size / STEP;
     const Ahead ahead(PREFETCH_BYTES, STEP_BYTES, steps, PANELS, panel_bytes(p.kind, p.k));
-    const int64_t groups_ahead = min(p.groups, max(1, PREFETCH_BYTES / STEP_BYTES * STEP / p.group_size));
+    const int64_t scales_ahead = groups_ahead<CODE>(p);
     for (int64_t s = 0, group = 0; s < steps; ++group) {
         F32 part[ROWS][PANELS];
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < PANELS; ++c) part[r][c] = zero();
-        fetch_scales<CODE>(p, group + groups_ahead, columns);
+        fetch_scales<CODE>(p, group + scales_ahead, columns);
         for (const int64_t end = min(steps, s + group_steps); s < end; ++s) {
             const int64_t distance = ahead.distance(s);
             LLM_UNROLL for (int c = 0; c < PANELS; ++c) prefetch(b[c] + s * STEP_BYTES + distance);
@@ -216,24 +230,62 @@ LLM_INLINE void add_run(const float* x, int64_t stride, const float* values, int
     for (; k < count; ++k) add(k);
 }
 
-// A tile's totals [ROWS][TILE_PANELS][16] += the products of k in [first, end); values [end - first][TILE_PANELS][16].
-// A group that began before goes on from `parts`, and one that does not end here is left there.
-template <Code CODE, Form FORM, int ROWS>
-__attribute__((noinline)) void accumulate(const Call<FORM>& p, int64_t row, int64_t panel, int64_t first, int64_t end,
-                                          const float* values, float* totals, float* parts) {
+// TILE_PANELS panels of a weight as codes.
+template <Code CODE, Form FORM> struct Codes {
+    const Lookup<CODE> lookup;
+    const Ahead ahead;
+    const int64_t scales_ahead;
+    const uint8_t* panels[TILE_PANELS];
+    int64_t columns[TILE_PANELS];
+
+    Codes(const Call<FORM>& p, int64_t panel)
+        : lookup(p), ahead(PREFETCH_BYTES, STEP_BYTES, p.k / step_of(CODE), TILE_PANELS, panel_bytes(p.kind, p.k)),
+          scales_ahead(groups_ahead<CODE>(p)) {
+        for (int c = 0; c < TILE_PANELS; ++c) {
+            columns[c] = p.column_of(panel + c);
+            panels[c] = panel_at(p, columns[c] / LANES);
+        }
+    }
+    // part += x w of whole steps, k in [first, end); their values are left in `kept` [end - first][TILE_PANELS][16].
+    template <int ROWS>
+    LLM_INLINE void add_run(const float* x, int64_t stride, int64_t first, int64_t end, F32 (&part)[ROWS][TILE_PANELS],
+                            float* kept) const {
+        constexpr int STEP = step_of(CODE);
+        for (int64_t s = first / STEP; s < end / STEP; ++s, x += STEP, kept += STEP * TILE_PANELS * LANES) {
+            const int64_t distance = ahead.distance(s);
+            LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) prefetch(panels[c] + s * STEP_BYTES + distance);
+            add_step<CODE, ROWS, TILE_PANELS, true>(x, stride, panels, s, lookup, part, kept);
+        }
+    }
+};
+
+// A tile's totals [ROWS][TILE_PANELS][16] += the products of k in [first, end); values [end - first][TILE_PANELS][16]
+// are read, or with OPENS are left there. A group that began before goes on from `parts`, and one that does not end
+// here is left there.
+template <bool OPENS, int ROWS, Code CODE, Form FORM>
+__attribute__((noinline)) void accumulate(const Call<FORM>& p, const Codes<CODE, FORM>& codes, int64_t row,
+                                          int64_t first, int64_t end, float* values, float* totals, float* parts) {
     for (int64_t k = first, group = first / p.group_size; k < end; ++group) {
         const int64_t whole = min(p.k, (group + 1) * p.group_size), stop = min(end, whole);
+        const bool begins = k == group * p.group_size;
         F32 part[ROWS][TILE_PANELS];
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c)
-            part[r][c] = k == group * p.group_size ? zero() : load(parts + (r * TILE_PANELS + c) * LANES);
-        add_run<ROWS>(p.x + row * p.k + k, p.k, values + (k - first) * TILE_PANELS * LANES, stop - k, part);
+            part[r][c] = begins ? zero() : load(parts + (r * TILE_PANELS + c) * LANES);
+        const float* x = p.x + row * p.k + k;
+        float* at = values + (k - first) * TILE_PANELS * LANES;
+        if constexpr (OPENS) {
+            if (begins) fetch_scales<CODE>(p, group + codes.scales_ahead, codes.columns);
+            codes.template add_run<ROWS>(x, p.k, k, stop, part, at);
+        } else {
+            add_run<ROWS>(x, p.k, at, stop - k, part);
+        }
         LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) {
-            const Grid<CODE, FORM> grid(p, group, p.column_of(panel + c));
+            const Grid<CODE, FORM> grid(p, group, codes.columns[c]);
             LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-                const int64_t at = (r * TILE_PANELS + c) * LANES;
+                const int64_t to = (r * TILE_PANELS + c) * LANES;
                 if (stop == whole)
-                    store(totals + at, grid.add(load(totals + at), part[r][c], p.inputs(row + r, group)));
-                else store(parts + at, part[r][c]);
+                    store(totals + to, grid.add(load(totals + to), part[r][c], p.inputs(row + r, group)));
+                else store(parts + to, part[r][c]);
             }
         }
         k = stop;
@@ -248,16 +300,21 @@ void block(const Call<FORM>& p, const Tasks& tasks, int64_t first_tile, int64_t 
     const int64_t first_row = tasks.first_row(first_tile), rows = tasks.first_row(end_tile) - first_row;
     const int64_t panels = min(TILE_PANELS, p.panels() - panel);
     float *values = memory, *totals = values + BLOCK_K * ROW, *parts = totals + rows * ROW;
-    const Lookup<CODE> lookup(p);
+    const Codes<CODE, FORM> codes(p, panel);
+    const bool opens = has_whole_steps<CODE>(p);
     std::memset(totals, 0, rows * ROW * sizeof(float));
     for (int64_t first = 0; first < p.k; first += BLOCK_K) {
         const int64_t end = min(first + BLOCK_K, p.k);
-        for (int64_t c = 0; c < panels; ++c) widen_block<CODE>(p, lookup, panel + c, first, end, values + c * LANES);
+        if (!opens)
+            for (int64_t c = 0; c < panels; ++c)
+                widen_block<CODE>(p, codes.lookup, panel + c, first, end, values + c * LANES);
         for (int64_t tile = first_tile; tile < end_tile; ++tile)
             with_rows(tasks.rows(tile), [&](auto height) {
+                constexpr int ROWS = decltype(height)::value;
                 const int64_t row = tasks.first_row(tile), at = (row - first_row) * ROW;
-                accumulate<CODE, FORM, decltype(height)::value>(p, row, panel, first, end, values, totals + at,
-                                                                parts + at);
+                const auto run = opens && tile == first_tile ? accumulate<true, ROWS, CODE, FORM>
+                                                             : accumulate<false, ROWS, CODE, FORM>;
+                run(p, codes, row, first, end, values, totals + at, parts + at);
             });
     }
     for (int64_t c = 0; c < panels; ++c)
@@ -268,9 +325,7 @@ void block(const Call<FORM>& p, const Tasks& tasks, int64_t first_tile, int64_t 
 template <Code CODE, Form FORM> void multiply(const Call<FORM>& p, int64_t threads) {
     const Tasks tasks(p.m, p.n, MAX_ROWS, 0, 0, threads);
 #if !defined(LLM_PLAIN)
-    constexpr int STEP = step_of(CODE);
-    if (p.m <= FEW_ROWS && p.k % STEP == 0 && (p.group_size % STEP == 0 || p.group_size >= p.k))
-        return few_rows<CODE>(p, tasks);
+    if (p.m <= FEW_ROWS && has_whole_steps<CODE>(p)) return few_rows<CODE>(p, tasks);
 #endif
     const int64_t fitting = BLOCK_BYTES / (p.k * static_cast<int64_t>(sizeof(float)) * MAX_ROWS + 1);
     const int64_t block_tiles = min(max(8, fitting), tasks.tiles());
