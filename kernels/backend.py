@@ -261,6 +261,7 @@ class Backend:
             notice, so steps are recorded only where nothing else computes (`EngineConfig.invariant`).
         rounds_bf16_inputs: GEMMs with bfloat16 weights are faster on activations rounded to bfloat16; activations are
             rounded where the model allows it (`Construction.may_round`).
+        bf16_gain: how many times as fast that makes prompts and batches, as measured.
         offloads: packed weights may be in the mapping of a file (`Construction.keep`).
         activations: the types of activations that its kernels take.
     """
@@ -272,6 +273,7 @@ class Backend:
     stops: bool = False
     records_kernels_only: bool = True
     rounds_bf16_inputs: bool = False
+    bf16_gain: float = 1.0
     offloads: bool = False
     activations: ClassVar[tuple[torch.dtype, ...]] = _FLOATS
 

@@ -24,6 +24,8 @@ from llm.platforms.interface import Platform
 _MODULES = {"pack": "packed"}
 # Measured on SmolLM2-135M in bfloat16, one thread with AVX-512: prompts 3.5 times the CPU time, decode 5.5 to 6.6.
 PYTORCH_IS = "3 to 7 times slower"
+# Target -> how many times as fast GEMMs of many rows are on activations rounded to bfloat16 (docs/reference/speed.md).
+_BF16_GAINS = {"avx512_bf16": 1.7, "amx": 1.5}
 # What a compiler knows that does not know a target.
 _NEXT_BEST = {"amx": "avx512_vnni", "avx512_bf16": "avx512_vnni", "avx2_vnni": "avx2", "neon_i8mm": "neon"}
 # Of the program for steps of any size.
@@ -56,6 +58,7 @@ class CpuBackend(Backend):
         self.variant = library.target
         # With AMX a rounded activation is one bfloat16, an exact one is the sum of three.
         self.rounds_bf16_inputs = library.multiplies_bf16
+        self.bf16_gain = _BF16_GAINS.get(library.target, 1.0)
 
     def shared_memory(self, rank: int, ranks: int, file: Path, timeout_s: float) -> MappedMemory:
         return MappedMemory(self.library, rank, ranks, file, timeout_s)

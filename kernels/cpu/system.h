@@ -21,7 +21,10 @@
 #endif
 
 #if defined(__linux__)
+#include <sched.h>
 #include <sys/syscall.h>
+#endif
+#if !defined(_WIN32)
 #include <unistd.h>
 #endif
 // LLM_NO_FUTEX: for tests of what other systems get.
@@ -80,6 +83,9 @@ inline int64_t thread_ns() {
 
 inline int64_t thread_id() { return GetCurrentThreadId(); }
 
+// Cores that this thread may run on.
+inline int64_t cores() { return GetActiveProcessorCount(ALL_PROCESSOR_GROUPS); }
+
 inline void wait(std::atomic<uint32_t>& word, uint32_t seen) { WaitOnAddress(&word, &seen, sizeof seen, INFINITE); }
 
 inline void wake(std::atomic<uint32_t>& word, int count) {
@@ -123,6 +129,18 @@ inline int64_t thread_id() {
     return syscall(SYS_gettid);
 #else
     return static_cast<int64_t>(reinterpret_cast<uintptr_t>(pthread_self()));
+#endif
+}
+
+// Cores that this thread may run on.
+inline int64_t cores() {
+#if defined(__linux__)
+    cpu_set_t allowed;
+    // More cores than the set has room for.
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return CPU_SETSIZE;
+    return CPU_COUNT(&allowed);
+#else
+    return sysconf(_SC_NPROCESSORS_ONLN);
 #endif
 }
 

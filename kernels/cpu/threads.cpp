@@ -2,7 +2,8 @@
 //
 // After a task a worker spins for a moment, because the next task usually follows at once, and then sleeps. While other
 // programs take its core, spinning would burn the time slice that the work itself needs: workers sleep at once then,
-// and short work stays with its caller. The caller computes too, and waits only for workers that have taken a task.
+// and short work stays with its caller. They sleep at once too where a region has more threads than there are cores.
+// The caller computes too, and waits only for workers that have taken a task.
 #include "replay.h"
 
 #include <algorithm>
@@ -12,7 +13,7 @@ namespace {
 
 constexpr int MOST_WORKERS = 255;
 constexpr int64_t SPIN_NS = 300'000;             // longer than Python's gap between two kernels of a prefill
-constexpr int64_t CONTENDED_SPIN_NS = 2'000;     // while other processes run on these cores
+constexpr int64_t CONTENDED_SPIN_NS = 2'000;     // while other processes, or more threads, run on these cores
 constexpr int64_t PREEMPTED_NS = 1'000'000;      // without a core, yet not asleep: another program had it
 constexpr int64_t CONTENDED_NS = 50'000'000;     // how long a sign of contention counts
 constexpr int64_t CONTENDED_REGION_NS = 30'000;  // what a region costs then: a worker inside may lose its core
@@ -29,6 +30,7 @@ struct Pool {
     void (*work)(void*) = nullptr;
     void* argument = nullptr;
     std::atomic<uint64_t> seats{0};
+    std::atomic<uint64_t> cores{UINT64_MAX};  // when workers were last created
     bool ending = false;
     alignas(64) std::atomic<uint64_t> state{0};
     alignas(64) std::atomic<uint32_t> opened{0};  // futex of workers: counts regions
@@ -54,11 +56,17 @@ void relax() {
 #endif
 }
 
+// Whether the last region has more threads than there are cores.
+bool is_outnumbered() {
+    return pool.seats.load(std::memory_order_relaxed) >= pool.cores.load(std::memory_order_relaxed);
+}
+
 // True once `ready()` holds; false when it is time to sleep.
 template <class Ready> bool spin(const Ready& ready) {
     if (ready()) return true;
     const int64_t start = now_ns();
-    const int64_t most = start < pool.contended_until.load(std::memory_order_relaxed) ? CONTENDED_SPIN_NS : SPIN_NS;
+    const bool is_contended = start < pool.contended_until.load(std::memory_order_relaxed) || is_outnumbered();
+    const int64_t most = is_contended ? CONTENDED_SPIN_NS : SPIN_NS;
     do {
         for (int i = 0; i < 32; ++i) {
             if (ready()) return true;
@@ -123,6 +131,7 @@ void create_workers(int wanted) {
     static bool registered = false;  // only the caller that holds `taken` comes here
     if (!registered) sys::after_fork(forget_workers);
     registered = true;
+    pool.cores.store(static_cast<uint64_t>(sys::cores()), std::memory_order_relaxed);
     while (pool.workers < wanted && sys::start(pool.ids[pool.workers], live)) ++pool.workers;
 }
 
@@ -224,7 +233,11 @@ LLM_EXPORT int64_t llm_count_regions() { return llm::pool.opened.load(); }
 // For tests: what a region costs in nanoseconds; 0: not measured.
 LLM_EXPORT int64_t llm_region_ns() { return llm::pool.region_ns.load(); }
 
+// For tests: whether the last region had more threads than there are cores, so that none spins.
+LLM_EXPORT int64_t llm_is_outnumbered() { return llm::is_outnumbered(); }
+
 LLM_FUNCTION(llm_end_threads)
 LLM_FUNCTION(llm_probe_threads)
 LLM_FUNCTION(llm_count_regions)
 LLM_FUNCTION(llm_region_ns)
+LLM_FUNCTION(llm_is_outnumbered)

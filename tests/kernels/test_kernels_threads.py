@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,45 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), probe(found.data_ptr()
 def test_a_forked_child_has_threads_of_its_own() -> None:
     done = python("-c", FORK)
     assert done.stdout == "0 2\n", done.stderr
+
+
+def products(threads: int) -> list[torch.Tensor]:
+    """GEMMs of several row tiles with weights of some kinds."""
+    kernels, random = kernel_set(ISAS[-1]), torch.Generator().manual_seed(0)
+    pack, linear = kernels.op("pack"), kernels.op("linear")
+    floats, integers = torch.randn(333, 128, generator=random), torch.randint(-8, 8, (333, 128), generator=random)
+    scale, x = torch.rand(333, 2, generator=random), torch.randn(70, 128, generator=random)
+    weights = [pack(floats), pack(floats.bfloat16())]
+    for kind in ("int8", "int4"):
+        packed = pack(integers.to(torch.int8), kind)
+        weights += [packed.scaled(scale, group_size=64)]
+        weights += [replace(packed.scaled(scale[:, :1].contiguous(), group_size=128), activations="int8")]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return [linear(x, weight) for weight in weights]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity")
+@pytest.mark.parametrize("threads", [8, 32])
+def test_threads_that_outnumber_cores_compute_the_same_and_do_not_spin(threads: int) -> None:
+    """A processor of so many cores cuts work into so many parts: which of them wait for each other shows on two too."""
+    library, cores = library_of(), os.sched_getaffinity(0)
+    is_outnumbered, alone = library.function("llm_is_outnumbered"), products(1)
+    end_threads(library)
+    os.sched_setaffinity(0, sorted(cores)[:2])
+    try:
+        for _ in range(10):
+            assert all(map(torch.equal, alone, products(threads)))
+            assert is_outnumbered()
+        assert ran_by(library, threads)[0] == threads - 1
+        ran_by(library, min(2, len(cores)))
+        assert not is_outnumbered()  # of as many threads as cores each may spin
+    finally:
+        end_threads(library)
+        os.sched_setaffinity(0, cores)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 7])

@@ -103,17 +103,30 @@ def _farthest(outputs: list[Any], model: Any) -> float:
     return max(distances)
 
 
-@pytest.mark.parametrize("rounds, found, told", [(True, False, True), (False, False, False), (True, True, False)])
-def test_the_config_says_where_rounding_is_faster(rounds: bool, found: bool, told: bool) -> None:
+@pytest.mark.parametrize(
+    "gain, found, weights, told",
+    [
+        (1.7, False, torch.bfloat16, True),
+        (1.0, False, torch.bfloat16, False),
+        (1.2, False, torch.bfloat16, False),  # not worth a line
+        (1.7, True, torch.bfloat16, False),  # integers are multiplied
+        (1.7, False, torch.float32, False),  # it would round the weights too
+    ],
+)
+def test_the_config_says_where_rounding_is_faster(gain: float, found: bool, weights: torch.dtype, told: bool) -> None:
     """Where float weights are multiplied, and an instruction multiplies bfloat16."""
     args = SimpleNamespace(dtype="auto")
     model = SimpleNamespace(quantization=SimpleNamespace(found=found))
-    exact = plan.Dtypes(torch.float32, torch.bfloat16, None)
-    reason = plan._dtype_reason(
-        args, model, exact, SimpleNamespace(device=torch.device("cpu"), rounds_bf16_inputs=rounds)
-    )
-    assert ("dtype='bfloat16' rounds what matrix products read" in reason) == told
+    exact = plan.Dtypes(torch.float32, weights, None)
+    backend = SimpleNamespace(device=torch.device("cpu"), rounds_bf16_inputs=gain > 1, bf16_gain=gain)
+    reason = plan._dtype_reason(args, model, exact, backend)
+    assert (f"dtype='bfloat16' rounds what matrix products read: prompts and batches {gain:g} times" in reason) == told
     assert "activations and accumulation are float32" in reason
+
+
+def test_every_kernel_that_rounds_says_what_it_gains() -> None:
+    backend = backend_for(current_platform)
+    assert (backend.bf16_gain > 1) == backend.rounds_bf16_inputs
 
 
 def test_what_is_quantized_on_load_is_quantized_from_what_was_stored(
