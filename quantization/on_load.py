@@ -29,6 +29,7 @@ from llm.quantization.quantizer import (
     IntegerWeight,
     Quantized,
     decibels,
+    feedback_of_columns,
     quantize_weight,
     quantize_weight_as,
     quantize_with_feedback,
@@ -657,6 +658,13 @@ class QuantizeOnLoad(StreamedStorage):
         self.search = bits <= 4
         self._ops = backend_of_construction().ops
         self._signal = self._noise = 0.0
+        self._feedback: torch.Tensor | None = None
+
+    def see(self, loaded: torch.Tensor) -> None:
+        """Of rotated columns errors are compensated by what the columns show, where no texts do."""
+        fits = self.rotation and self.form in ("two_levels", "asymmetric") and self.rotation % self.group_size == 0
+        if fits and not self.compensates:
+            self._feedback = feedback_of_columns(loaded, self.rotation)
 
     @property
     def compensates(self) -> bool:
@@ -701,6 +709,7 @@ class QuantizeOnLoad(StreamedStorage):
                 kernel=self._ops.quantize_weight_as,
                 out=out,
                 rotation=self.rotation,
+                feedback=None if self._feedback is None else self._feedback.to(loaded.device),
             )
         return quantize_weight(
             loaded,
@@ -713,7 +722,7 @@ class QuantizeOnLoad(StreamedStorage):
         )
 
     def again(self, weight: IntegerWeight) -> IntegerWeight:
-        """The values of a quantized weight, quantized as a checkpoint's are."""
+        """A quantized weight's values, quantized as a checkpoint's are, but not seen: ranks have some rows each."""
         values = self._values_of(weight)
         self._sizes, self._columns, self._device = [len(values)], values.shape[1], values.device
         found = self._allocated()

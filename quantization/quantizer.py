@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -40,7 +41,7 @@ from llm.kernels.reference.quantize_weight import (
     row_scale,
     shift_of,
 )
-from llm.kernels.reference.rotation import rotate
+from llm.kernels.reference.rotation import hadamard, rotate
 from llm.kernels.weight import eight_bits, steps_and_shifts
 
 # This fraction of a second moment's mean diagonal is added to its diagonal. GPTQ adds 0.01, which is more than what
@@ -51,6 +52,12 @@ _DAMPING = 0.001
 # by 60% in MXFP4, all of whose layers are below it, and by 54% in symmetric groups of 128, where a quarter of them are.
 FAR_DECIBELS = 20.0
 _MOST_CODE = 15  # the most that a code of asymmetric integers is above the least one
+# Columns whose mean square is less than this share of the median are taken to have so much: they may be unused.
+_LEAST_SQUARES = 1 / 4096
+# Elements that are squared at a time, so that no whole weight is there in float32.
+_SQUARED_ELEMENTS = 1 << 16
+# Columns are far apart where the mean of their inverse mean squares is more than so many times their geometric mean.
+_FAR_APART = 2
 # Elements that are rounded with feedback at a time: each of the columns costs some operations, whatever the rows.
 _ROUNDED_ELEMENTS = 1 << 22
 # Elements whose levels are looked for at a time.
@@ -305,14 +312,50 @@ def quantize_weight_as(
     kernel: Operation = reference.quantize_weight_as,
     out: reference.Parts | None = None,
     rotation: int = 0,
+    feedback: torch.Tensor | None = None,
 ) -> Quantized:
     """A weight in one of the other forms; as the operation `quantize_weight_as`, which `kernel` computes.
+
+    `feedback`: of `feedback_of_columns`.
 
     Raises:
         ValueError: a weight is not finite, or too large for the form's scales.
     """
-    q, scale, minimum, signal, noise = kernel(weight, form, group_size, out, rotation)
+    # As in `quantize_with_feedback`, threads would wait for each other after every column.
+    with nullcontext() if feedback is None else library_defaults(num_threads=1):
+        q, scale, minimum, signal, noise = kernel(weight, form, group_size, out, rotation, feedback)
     return Quantized(q, scale, signal, noise, minimum)
+
+
+def feedback_of_columns(weight: torch.Tensor, rotation: int) -> torch.Tensor | None:
+    """How errors of a weight [N, K] that is rotated in blocks are compensated where no texts show its inputs.
+
+    Columns of small weights are taken to be read by large inputs, as training leaves them: where a channel of the
+    inputs is 50 times as large as the others, its weights are as much smaller. Mean squares of inputs are guessed to be
+    the sum of the squares of a column's weights to the power of -3/4. (Gains of the norms before a layer are a worse
+    guess: those of Gemma are large where the residual stream is small.) What errors do to outputs in rotated columns
+    follows from that, and so does how much of each error the columns after it take (GPTQ, arXiv:2210.17323).
+
+    Returns:
+        float32 [K / rotation, rotation, rotation], as `quantize_weight_as` of the reference takes it. None: no block's
+        columns are so far apart that it is worth its time, or the squares are not finite.
+    """
+    squares = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    for part in weight.split(max(1, _SQUARED_ELEMENTS // weight.shape[1])):
+        squares += part.float().square().sum(dim=0, dtype=torch.float64)
+    if not squares.isfinite().all():
+        return None
+    middle = squares.median()
+    squares = torch.where(middle > 0, squares.clamp_min(_LEAST_SQUARES * middle), torch.ones_like(squares))
+    spread = (1 / squares).view(-1, rotation)
+    if bool((spread.mean(dim=1) <= _FAR_APART * spread.log().mean(dim=1).exp()).all()):
+        return None
+    root = squares.sqrt()
+    inverse = (root * root.sqrt()).view(-1, rotation)
+    matrix = hadamard(rotation).to(squares)
+    # Both times rotated: H diag(inverse) H, of which the upper Cholesky factor spreads errors.
+    factor = torch.linalg.cholesky(matrix @ (inverse[..., None] * matrix), upper=True)
+    return (factor / factor.diagonal(dim1=1, dim2=2)[..., None]).float().contiguous()
 
 
 def _order_of_rounding(moments: Sequence[torch.Tensor], group_size: int) -> list[torch.Tensor]:

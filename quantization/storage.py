@@ -222,6 +222,9 @@ class StreamedStorage(WeightStorage):
     def read(self, layer: nn.Module) -> IntegerWeight | None:
         return None
 
+    def see(self, loaded: torch.Tensor) -> None:
+        """Called with a checkpoint's tensor before `fill` gets it, or this rank's rows of it."""
+
     @abstractmethod
     def fill(self, weight: IntegerWeight, rows: slice, loaded: torch.Tensor, shard: int) -> None:
         """Write a checkpoint's tensor into these rows of the layer's weight.
@@ -238,6 +241,7 @@ class StreamedStorage(WeightStorage):
         count = sum(self._sizes) if shard_id is None else self._sizes[shard]
         if self._values is None:
             self._values = self._allocated()
+        self.see(loaded)
         if self._rows_of_rank is not None:
             loaded = self._rows_of_rank(loaded, shard_id)
         self.fill(self._values, slice(start, start + count), loaded, shard)

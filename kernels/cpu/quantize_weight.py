@@ -88,10 +88,11 @@ def quantize_weight_as(
     group_size: int,
     out: reference.Parts | None = None,
     rotation: int = 0,
+    feedback: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
     """(q, scale, minimum, signal, noise) as the definition; the last two in another order of sums."""
-    if weight.dtype not in KINDS or form not in FORMS:
-        return reference.quantize_weight_as(weight, form, group_size, out, rotation)
+    if weight.dtype not in KINDS or form not in FORMS or feedback is not None:
+        return reference.quantize_weight_as(weight, form, group_size, out, rotation, feedback)
     rows, columns = weight.shape
     q, scale, minimum = out or reference.empty(form, rows, columns, group_size)
     if rotation and form != "two_levels":  # which the kernel rotates itself

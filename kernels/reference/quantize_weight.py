@@ -158,8 +158,8 @@ _LARGEST = 65504.0 * _MOST_LEVEL
 _NEAR = tuple((first, second) for first in (0, -1, 1) for second in (0, -1, 1))
 # A smaller number is no divisor: its inverse, or what it is multiplied by, might be infinite.
 _LEAST_DIVISOR = 2.0**-100
-# A weight is quantized this many elements at a time.
-_FORM_CHUNK = 1 << 18
+# A weight is quantized this many elements at a time: a CPU's cache; on devices each operation is a launch.
+_FORM_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 24
 
 # Of asymmetric integers: steps that are tried, as shares of the one that clips nothing, and how far beside the best.
 _STEPS, _BESIDE = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 0.025
@@ -187,14 +187,20 @@ class _Rounded:
 
 
 def quantize_weight_as(
-    weight: torch.Tensor, form: str, group_size: int, out: Parts | None = None, rotation: int = 0
+    weight: torch.Tensor,
+    form: str,
+    group_size: int,
+    out: Parts | None = None,
+    rotation: int = 0,
+    feedback: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
     """A float weight [N, K] -> (q [N, K], scale, minimum, both float32 [N, K / group_size], signal, noise).
 
     signal: the sum of W^2; noise: of (W - its quantized value)^2. minimum: None but for "q4_k"; of "asymmetric" it is
     the zero point, of "two_levels" the levels of `Weight`, beside a scale [N, 1]. q is float8_e4m3fn for "float8", else
     int8. `out` is written to, and returned, as q, scale and minimum. `rotation`: the rows are rotated in blocks of so
-    many columns first (`rotation.rotate`), and so is the weight that the result stands for.
+    many columns first (`rotation.rotate`), and so is the weight that the result stands for. `feedback`, of "two_levels"
+    and "asymmetric": see `_round_with_feedback`.
 
     - "float8": e4m3, rounded to nearest even; the largest magnitude of a group is 448 times its scale.
     - "mxfp4": codes of e2m1 less 8. Of the two powers of two that the largest magnitude lies between, the one of the
@@ -210,13 +216,18 @@ def quantize_weight_as(
     """
     rows, columns = weight.shape
     q, scale, minimum = out or empty(form, rows, columns, group_size)
+    if feedback is not None:
+        check_feedback(feedback, columns, group_size, rotation)
     signal = noise = 0.0
-    step = max(1, _FORM_CHUNK // max(1, columns))
+    step = max(1, (_FORM_CHUNK if weight.device.type == "cpu" else _DEVICE_CHUNK) // max(1, columns))
     for start in range(0, rows, step):
         part = slice(start, start + step)
         values = rotate(weight[part], rotation) if rotation else weight[part].float()
         groups = values.unflatten(1, (-1, group_size))
-        found = _ROUND[form](groups, largest_of(groups))
+        largest = largest_of(groups)
+        found = (
+            _ROUND[form](groups, largest) if feedback is None else _round_with_feedback(form, groups, largest, feedback)
+        )
         q[part], scale[part] = found.codes.to(q.dtype).view(-1, columns), found.scale[..., 0]
         if minimum is not None and found.minimum is not None:
             minimum[part] = found.minimum[..., 0]
@@ -444,6 +455,59 @@ def _round_two_levels(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
     codes = codes_on_levels(groups / scale, step, place)
     values = (codes + 8) * step - shift_of(step, place)
     return _Rounded(codes, scale, values * scale, (step + 16 * place).to(torch.uint8))
+
+
+def check_feedback(feedback: torch.Tensor, columns: int, group_size: int, rotation: int) -> None:
+    """ValueError for factors that do not fit."""
+    shape = (columns // max(1, rotation), rotation, rotation)
+    if feedback.shape != shape or feedback.dtype != torch.float32 or not feedback.is_contiguous():
+        raise ValueError(f"feedback is contiguous, float32 {list(shape)}, got {feedback.dtype} {list(feedback.shape)}")
+    if rotation % group_size:
+        raise ValueError(f"groups of {group_size} do not divide blocks of {rotation}, in which errors are fed back")
+
+
+def _round_with_feedback(form: str, groups: torch.Tensor, largest: torch.Tensor, feedback: torch.Tensor) -> _Rounded:
+    """As without, but each column's error is compensated in the columns after it in its block.
+
+    `feedback` is [blocks, B, B]: its element (i, j) is by how much of the error of column i column j > i becomes less.
+    The scales of a group are those of its columns as the errors before it have left them.
+    """
+    rows, _, size = groups.shape
+    scale = row_scale(largest) if form == "two_levels" else None
+    original = groups.flatten(1) if scale is None else groups.flatten(1) / scale[..., 0]
+    blocks, block = feedback.shape[:2]
+    # A column's values are side by side: [B, rows, blocks], of which a group is [rows, blocks, size].
+    x = original.view(rows, blocks, block).permute(2, 0, 1).contiguous()
+    shares = feedback.permute(1, 2, 0)[:, :, None, :].contiguous()
+    codes, values = torch.empty_like(x), torch.empty_like(x)
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for first in range(0, block, size):
+        moved = x[first : first + size].permute(1, 2, 0).contiguous()
+        if scale is None:
+            _, step, zero = asymmetric_groups(moved)
+            grid = step[..., 0], zero[..., 0] + 8
+            parts.append((step, zero))
+        else:
+            step, place = level_of(moved)
+            grid = step[..., 0], place[..., 0]
+            parts.append((step, step + 16 * place))
+        for column in range(first, first + size):
+            if scale is None:
+                code = _from_zero(x[column], *grid)
+                codes[column], value = code + (grid[1] - 8), code * grid[0]
+            else:
+                shift = shift_of(*grid)
+                code = _whole_codes(x[column] + shift, *grid)
+                codes[column], value = code - 8, code * grid[0] - shift
+            values[column] = value
+            error = x[column] - value
+            x[column + 1 :] -= shares[column, column + 1 :] * error
+    codes, values = (part.permute(1, 2, 0).reshape_as(groups) for part in (codes, values))
+    # [rows, blocks, groups of a block, 1]
+    steps, others = (torch.stack(part, dim=2).reshape(rows, -1, 1) for part in zip(*parts, strict=True))
+    if scale is None:
+        return _Rounded(codes, steps, values, others)
+    return _Rounded(codes, scale, values * scale, others.to(torch.uint8))
 
 
 def row_scale(largest: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,11 @@ def rotate(x: torch.Tensor, block: int) -> torch.Tensor:
     return out.reshape(x.shape) * (1 / math.sqrt(block))
 
 
+def hadamard(block: int) -> torch.Tensor:
+    """H of `rotate`, float32 [block, block]."""
+    return rotate(torch.eye(block), block)
+
+
 def check_block(block: int, columns: int) -> None:
     """ValueError for blocks that the kernels do not rotate."""
     if block & (block - 1) or not LEAST_BLOCK <= block <= LARGEST_BLOCK or columns % block:

@@ -93,6 +93,21 @@ def test_outliers_cost_w8a8_next_to_nothing_since_rows_are_rotated(with_outliers
     assert changes[False][0] > 0.03 and changes[False][1] < 0.88, changes
 
 
+@pytest.mark.parametrize("scheme", ["w4a8", "w4a16"])
+def test_outliers_cost_rotated_four_bits_little_since_errors_are_fed_back(
+    scheme: str, with_outliers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without texts. Where the errors stay where they arise they cost dozens of times as much: the negative control."""
+    losses, scored = [], [TEXTS[0][:3000]]
+    with open_llm(with_outliers) as llm:
+        before = score_texts(llm, scored)
+    for _ in range(2):
+        with open_llm(with_outliers, quantization={"scheme": scheme, "rotate": True}) as llm:
+            losses.append(score_texts(llm, scored).perplexity / before.perplexity - 1)
+        monkeypatch.setattr(on_load.QuantizeOnLoad, "see", lambda self, loaded: None)
+    assert losses[0] < 0.04 and losses[1] > 0.3, losses
+
+
 def test_outliers_cost_w4a16_less_with_zero_points(with_outliers: Path) -> None:
     """Without them they cost more: the negative control."""
     losses = {}

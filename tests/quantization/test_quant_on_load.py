@@ -33,6 +33,7 @@ from llm.quantization.on_load import RECIPES, OnlineConfig, QuantizeOnLoad, Unit
 from llm.quantization.quantizer import (
     IntegerWeight,
     decibels,
+    feedback_of_columns,
     quantize_weight,
     quantize_weight_as,
     quantize_with_feedback,
@@ -168,6 +169,38 @@ def test_feedback_lowers_the_error_of_outputs_on_two_levels_of_scales(size: int)
     values = IntegerWeight(found.q, found.scale, size, 4, levels=found.minimum).as_eight_bits()
     noise = float((rotate(weight, 64) - values.q * values.scale).square().sum())
     assert found.noise == pytest.approx(noise, rel=1e-3)
+
+
+@pytest.mark.parametrize("form", ["two_levels", "asymmetric"])
+def test_errors_of_rotated_columns_that_are_far_apart_are_fed_back_without_texts(form: str) -> None:
+    """Channels 50 times as large as the others, whose weights are as much smaller. Without it: the control."""
+    channels = 1 + 49.0 * (torch.arange(128) % 37 == 3)
+    x, weight = normal(1, 2000, 128) * channels, normal(0, 40, 128) / channels
+    given = weight.clone()
+    feedback = feedback_of_columns(weight, 64)
+    assert torch.equal(weight, given)
+    assert feedback is not None and feedback_of_columns(normal(0, 40, 128), 64) is None
+    found = quantize_weight_as(weight, form, 32, rotation=64, feedback=feedback)
+
+    def stands_for(each: quantizer.Quantized) -> torch.Tensor:
+        zero, levels = (each.minimum, None) if form == "asymmetric" else (None, each.minimum)
+        return IntegerWeight(each.q, each.scale, 32, 4, zero, rotation=64, levels=levels).dequantize()
+
+    plain = quantize_weight_as(weight, form, 32, rotation=64)
+    errors = [float((x @ (weight - stands_for(each)).t()).square().mean()) for each in (found, plain)]
+    assert errors[0] < 0.1 * errors[1], errors
+    noise = float((weight - stands_for(found)).square().sum())
+    assert found.noise == pytest.approx(noise, rel=1e-3) and found.noise < 2.5 * plain.noise
+    # A row's bits do not depend on those beside it.
+    alone = quantize_weight_as(weight[7:8], form, 32, rotation=64, feedback=feedback)
+    assert torch.equal(alone.q, found.q[7:8]) and torch.equal(alone.scale, found.scale[7:8])
+    with pytest.raises(ValueError, match="feedback is contiguous"):
+        quantize_weight_as(weight, form, 32, rotation=64, feedback=feedback[:, :-1])
+    with pytest.raises(ValueError, match="do not divide blocks of 64"):
+        quantize_weight_as(weight, form, 128, rotation=64, feedback=feedback)
+    assert feedback_of_columns(torch.full((2, 128), math.nan), 64) is None
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        quantize_weight_as(torch.full((2, 128), math.nan), form, 32, rotation=64, feedback=feedback)
 
 
 @pytest.mark.parametrize("asymmetric", [False, True])
