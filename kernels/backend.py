@@ -1,8 +1,7 @@
 """How a platform computes: the object from which layers, quantization methods, sampler and runner get operations.
 
-Owns `Backend` and the table of operations; `llm.kernels.select` gives a platform's backend. An operation has one name
-and one signature. `kernels/reference` defines it in plain PyTorch; a backend has a kernel for it or uses the
-definition.
+`llm.kernels.select` gives a platform's backend. An operation has one name and one signature, that of its definition in
+plain PyTorch (`kernels/reference`); a backend has a kernel for it or uses the definition.
 
 A new backend is a folder beside `cpu/` with a subclass of `Backend`, and one line: the `Platform.get_backend_cls` that
 names it.
@@ -42,9 +41,9 @@ OPERATIONS: dict[str, str] = {
     "kv_cache_shapes": "attention",
     "write_kv_cache": "attention",
     "paged_attention": "attention",
-    "heads_linear": "latent",
-    "write_latent_cache": "latent",
-    "latent_attention": "latent",
+    "heads_linear": "attention",
+    "write_latent_cache": "attention",
+    "latent_attention": "attention",
     **dict.fromkeys(ACTIVATIONS, "activation"),
     "select_rows": "elementwise",
     "ids_below": "elementwise",

@@ -1,9 +1,8 @@
-"""A weight as operations take it: one immutable value with everything that a GEMM needs to know of it.
+"""Weights as operations take them: immutable values with everything that a GEMM needs to know of them.
 
-Owns `Weight`, the names of its kinds and of what a GEMM makes of its activations, `ExpertWeights`, and the checks that
-hold for every backend. A backend keeps the bits in a layout of its own by subclassing `Weight`; here a row is stored as
-it is, and of int4 two values in a byte. A checkpoint format says where the parts of a weight lie, a scheme which of
-them there are.
+`Weight` is one matrix, `ExpertWeights` those of a mixture, `LoraTerms` what adapters add to the result of one layer. A
+backend keeps the bits in a layout of its own by subclassing `Weight`; here a row is stored as it is, and of int4 two
+values in a byte. A checkpoint format says where the parts of a weight lie, a scheme which of them there are.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TypeVar, cast
 
 import torch
 
 from llm.kernels.reference.rotation import check_block, rotate
-from llm.kernels.reference.rounding import fused_multiply_add
 
 FLOAT_KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # The kinds with scales, and the type that `Weight.unpack` gives of each. "float8" is e4m3fn without NaN.
@@ -236,6 +235,71 @@ class ExpertWeights:
         return cast(T, self._derived[make])
 
 
+@dataclass(frozen=True, eq=False)
+class LoraTerm:
+    """y[first : first + up.n] += scale * up(down(x)) for the tokens of the adapter in `slot`.
+
+    Attributes:
+        slot: of the adapter, at least 1.
+        first: the first of its output channels; a fused layer has one term per matrix that the adapter changes.
+        down: float [rank, K]; of an embedding [vocabulary, rank], whose rows are chosen by id.
+        up: float [channels, rank], which may have a bias.
+    """
+
+    slot: int
+    first: int
+    down: Weight
+    up: Weight
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class LoraTerms:
+    """The terms of one layer; those of one slot are for different channels.
+
+    Attributes:
+        width: output channels of the layer.
+        is_lookup: `down` is read by id.
+
+    Raises:
+        ValueError: there are none, or they do not fit the layer or each other.
+    """
+
+    terms: tuple[LoraTerm, ...]
+    width: int
+    is_lookup: bool = False
+    _derived: dict[object, object] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise ValueError("no terms")
+        inputs = self.inputs
+        for term in self.terms:
+            rank = term.down.k if self.is_lookup else term.down.n
+            own = term.down.n if self.is_lookup else term.down.k
+            fits = own == inputs and rank == term.up.k and 0 <= term.first <= self.width - term.up.n
+            if not fits or term.slot < 1 or not (term.down.is_float and term.up.is_float):
+                raise ValueError(
+                    f"a term of slot {term.slot} from channel {term.first} with {[term.down.n, term.down.k]} and "
+                    f"{[term.up.n, term.up.k]} does not fit {inputs} inputs and {self.width} channels"
+                )
+        spans = sorted((t.slot, t.first, t.first + t.up.n) for t in self.terms)
+        if any(a[0] == b[0] and a[2] > b[1] for a, b in pairwise(spans)):
+            raise ValueError("two terms of one slot have a channel in common")
+
+    @property
+    def inputs(self) -> int:
+        """K; for an embedding the number of ids."""
+        down = self.terms[0].down
+        return down.n if self.is_lookup else down.k
+
+    def derived(self, make: Callable[[LoraTerms], T]) -> T:
+        """`make(self)`, computed once: what a backend keeps of all of them together."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        return cast(T, self._derived[make])
+
+
 def dequantize(
     weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, group_size: int | None = None
 ) -> torch.Tensor:
@@ -383,3 +447,21 @@ def _split_nibbles(packed: torch.Tensor) -> torch.Tensor:
     """int8 [N, B] -> int8 [N, 2B]: low nibble first, sign extended."""
     low = (packed << 4) >> 4
     return torch.stack((low, packed >> 4), dim=-1).flatten(1)
+
+
+def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c in float32, rounded once; on Apple's GPUs as they do it.
+
+    The product is exact in float64. The sum is rounded to odd in float64, so that rounding it to float32 gives the
+    correctly rounded result (Boldo and Melquiond, 2008).
+    """
+    if a.device.type == "mps":  # which has no float64
+        return torch.addcmul(c.float(), a.float(), b.float())
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    even = (total.view(torch.int64) & 1) == 0
+    toward = torch.where(error > 0, torch.inf, -torch.inf)
+    odd = torch.nextafter(total, toward)
+    return torch.where((error != 0) & even & total.isfinite(), odd, total).float()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from llm.kernels.backend import Operation
-from llm.kernels.lora import LoraTerms
+from llm.kernels.weight import LoraTerms
 
 
 @dataclass

@@ -38,7 +38,7 @@ from llm.engine.request import without_frames
 from llm.engine.rows import RefusedRow, Row
 from llm.errors import EngineClosedError, LLMError, ValidationError
 from llm.inputs import LoRARequest
-from llm.inside.asked import Captures, Interventions
+from llm.inside.request import Captures, Interventions
 from llm.llm import LLM
 from llm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from llm.pooling_params import PoolingParams

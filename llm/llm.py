@@ -47,9 +47,9 @@ from llm.engine.stats import LLMStats
 from llm.errors import EngineBusyError, EngineClosedError, ValidationError, nearest
 from llm.explain import Explanation
 from llm.inputs import LoRARequest, PromptType, TokensPrompt
-from llm.inside.asked import Captures, Interventions
 from llm.inside.capture import Capture
 from llm.inside.names import Site
+from llm.inside.request import Captures, Interventions
 from llm.loading.source import Overrides
 from llm.logger import init_logger, set_log_level
 from llm.outputs import (
@@ -258,7 +258,7 @@ class LLM:
         given = {key: value for key, value in locals().items() if key not in ("self", "verbose", "kwargs")}
         self._engine: Engine | None = None
         self._lock = FairLock()
-        self._is_torn = False  # this process was forked in the middle of another thread's call
+        self._needs_reset = False  # this process was forked in the middle of another thread's call
         tell_of_forks(self)
         self._dropped: list[PromptState] = []  # of streams that were left early, to be aborted when no call is running
         self._unfinished: BatchCall | Flow | None = None  # the last call that was interrupted or failed
@@ -1271,9 +1271,9 @@ class LLM:
         engine = self._open_engine()
         if self._is_asleep:
             raise EngineClosedError("this LLM sleeps; call wake_up() first.")
-        if self._is_torn or engine.is_torn:
+        if self._needs_reset or engine.needs_reset:
             engine.reset()
-            self._is_torn = False
+            self._needs_reset = False
         self._abort_dropped(engine)
         return engine
 
@@ -1284,11 +1284,11 @@ class LLM:
 
     def after_fork(self) -> None:
         """In a forked child: the call of another thread has ended in the middle, and nobody cleans up after it."""
-        self._is_torn = renew(self._lock) or self._is_torn
+        self._needs_reset = renew(self._lock) or self._needs_reset
 
     def _abort_if_idle(self) -> None:
         """Abort dropped streams now; if a call is running, it will abort them."""
-        if self._is_torn or self._is_in_call() or not self._lock.acquire(blocking=False):
+        if self._needs_reset or self._is_in_call() or not self._lock.acquire(blocking=False):
             return
         try:
             if self._engine is not None:

@@ -53,7 +53,7 @@ from llm.base.suggestions import SAMPLING, STRUCTURED
 from llm.base.vllm_paths import missing_names
 
 if TYPE_CHECKING:
-    from llm.inside.asked import Asked
+    from llm.inside.request import InsideRequest
 
 if TYPE_CHECKING:
     import torch
@@ -258,7 +258,7 @@ class SamplingParams:
         self.bad_words_token_ids: list[list[int]] = []
         self.thinking_token_ids: tuple[list[int], list[int]] | None = None
         self.structure: Any = None  # compiled `structured_outputs`, a llm.sampling.structured.structure.Structure
-        self.inside: Asked | None = None  # resolved captures and interventions of `extra_args`
+        self.inside: InsideRequest | None = None  # resolved captures and interventions of `extra_args`
         self.validate()
 
     @classmethod

@@ -1,8 +1,8 @@
 """The platform that this process computes on.
 
-Owns the choice and its reason: the platform named by `device=` or LLM_PLATFORM; else the one plugin whose device is
-present; else the first built-in platform whose device is present and that can run models. A platform describes a
-device and holds no model state. `current_platform` is the choice for "auto", made at the first access.
+It is the platform named by `device=` or LLM_PLATFORM; else the one plugin whose device is present; else the first
+built-in platform whose device is present and that can run models. A platform describes a device and holds no model
+state. `current_platform` is the choice for "auto", made at the first access.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The interface of a platform.
+"""`Platform`, the base class of the built-in platforms and of plugins.
 
-Owns `Platform`, the base class of the built-in platforms and of plugins. The backend, which has the kernels, the
-attention backend and the model runner are named here by class path.
+It names the backend, which has the kernels, the attention backend and the model runner by class path.
 """
 
 from __future__ import annotations

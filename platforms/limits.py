@@ -1,7 +1,7 @@
 """The memory and CPU limits of this process: its control groups' (versions 1 and 2), and its own (`ulimit -v`, `-d`).
 
-Owns reading them, and the error where memory ends (`told_of_memory`). Each group from the process's own up to the root
-may set a limit, so all are read and the smallest applies. Paths are relative to `root`, "/" outside of tests.
+Each group from the process's own up to the root may set a limit, so all are read and the smallest applies. Paths are
+relative to `root`, "/" outside of tests. `explain_memory_errors` turns errors of many kinds into one sentence.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _LACK = ("not enough memory", "can't allocate memory", "Cannot allocate memory",
 
 
 @contextmanager
-def told_of_memory(what: str) -> Iterator[None]:
-    """Inside this context, or a function with this decorator, whatever says that memory is lacking, or room for a
-    thread, becomes an `OutOfMemoryError`: there is not enough to `what`."""
+def explain_memory_errors(what: str) -> Iterator[None]:
+    """A context, or a decorator, in which errors that mean a lack of memory, or of room for a thread, become
+    an `OutOfMemoryError`: there is not enough to `what`."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:

@@ -1,6 +1,6 @@
 """Hooks of platforms that were written for vLLM: arguments by their names there, and a config to change in place.
 
-Owns `called_by_name` and `VllmConfigView`. What a hook sets reaches `EngineArgs`, or is refused.
+What a hook sets reaches `EngineArgs`, or is refused.
 """
 
 from __future__ import annotations

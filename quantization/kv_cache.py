@@ -16,7 +16,7 @@ from llm.quantization.base import QuantizeMethodBase, StaticCache
 from llm.quantization.storage import POSITIVE, checked
 from llm.quantization.unquantized import new_parameter
 
-# In the order of the rows of `static_scales` (kernels/reference/quantized_cache.py).
+# In the order of the rows of `static_scales` (kernels/reference/attention.py).
 _NAMES = ("k_scale", "k_offset", "v_scale", "v_offset")
 
 

@@ -99,13 +99,9 @@ def unpack_column_pairs(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack(((packed << 4) >> 4, packed >> 4), dim=2).flatten(1)
 
 
-def pack_deq_scale(scale: torch.Tensor) -> torch.Tensor:
-    """ModelSlim's deq_scale for float16 models: int64 whose low 32 bits are those of a float32."""
-    return scale.float().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-
-
 def unpack_deq_scale(stored: torch.Tensor) -> torch.Tensor:
-    """float32 from either storage form: float32, or int64 with the bits of a float32."""
+    """float32 from either form of ModelSlim's deq_scale: float32, or (float16 models) int64 whose low 32 bits are those
+    of a float32."""
     return stored.to(torch.int32).view(torch.float32) if stored.dtype == torch.int64 else stored.float()
 
 

@@ -1,6 +1,6 @@
 """Fake proposers: they look the answer up in what an earlier run sampled, and draft it rightly, wrongly or in part.
 
-Owns no tests. A proposer checks on the way that it is told the truth about its drafts.
+A proposer checks on the way that it is told the truth about its drafts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Helpers for tests of the API on the embedded model: opening it, and the invariants between calls.
 
-Owns no tests. Tests that use it assert properties of the engine, not the content of the model's text.
+Tests that use it assert properties of the engine, not the content of the model's text.
 """
 
 from __future__ import annotations

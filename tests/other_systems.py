@@ -3,7 +3,7 @@
     python tests/other_systems.py win32 tests/jobs          # pytest, with the library on what looks like Windows
     python tests/other_systems.py darwin tests/config tests/setup
 
-Owns no tests. `pretend(system)` comes before the first import of `llm`. Its modules then import views of `os`,
+`pretend(system)` comes before the first import of `llm`. Its modules then import views of `os`,
 `signal`, `mmap`, `sys` and `ctypes` without the calls that the system has not got, and with its name; other packages
 keep the real ones. /proc and /sys are gone for everybody's Python code. Calls of Windows' own are stood in for.
 Interpreters that are started from then on pretend as well.

@@ -1,7 +1,4 @@
-"""Plugins for tests: packages made up on the spot, and those in `tests/plugins/` as pip installs them.
-
-Owns no tests.
-"""
+"""Plugins for tests: packages made up on the spot, and those in `tests/plugins/` as pip installs them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python tests/public_names.py > tests/fixtures/public_names.txt      # at a release, and only then
 
-Owns no tests. What is in the table: the names of `llm`, and the contract of plugins (`llm.plugins`): parameters with
+What is in the table: the names of `llm`, and the contract of plugins (`llm.plugins`): parameters with
 their defaults, methods, properties, and fields of dataclasses. Types of parameters are no part of it.
 """
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.library import Library, as_float32, in_type
 from llm.kernels.cpu.signatures import KERNELS
-from llm.kernels.cpu.tensors import as_float32, in_type
 
 # As in activation.cpp.
 _SILU, _GELU, _GELU_TANH, _QUICK_GELU, _RELU, _RELU_SQUARED = range(6)

@@ -1,7 +1,6 @@
 """Compiling the CPU kernels: once per machine, into a per-user cache, or into the wheel when the package is built.
 
-Owns the targets (instruction sets and their flags), the compiler's command lines and the cache. No import of PyTorch:
-setup.py loads this file by its path. The compiler is the one subprocess of the project.
+A target is an instruction set and its flags. PyTorch is not imported: setup.py loads this file by its path.
 
 The file name of a library contains a hash of its sources, compiler and flags, so a cached file is used only for
 exactly these. Compilation happens in a scratch folder under a lock and ends with an atomic rename: two processes build

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.library import Library, as_float32
 from llm.kernels.cpu.signatures import KERNELS
-from llm.kernels.cpu.tensors import as_float32
 
 _aten = torch.ops.aten
 _ADD = KERNELS["llm_add"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.library import Library, as_float32, pointer
 from llm.kernels.cpu.packed import WeightArray, panels
 from llm.kernels.cpu.signatures import KERNELS
-from llm.kernels.cpu.tensors import as_float32, pointer
 from llm.kernels.reference.activation import SWIGLUOAI_LIMIT
 from llm.kernels.reference.experts import check_gate, check_mixed, check_routing
 from llm.kernels.weight import ExpertWeights

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from llm.errors import RankError
-from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.library import Library, as_float32, pointer
 from llm.kernels.cpu.signatures import KERNELS
-from llm.kernels.cpu.tensors import as_float32, pointer
 
 _GATHER = KERNELS["llm_gather"]
 _OUT_OF_STEP, _LATE = 2, 3

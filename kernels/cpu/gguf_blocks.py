@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from llm.base.library_settings import num_threads
-from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.library import Library, pointer
 from llm.kernels.cpu.signatures import KERNELS
-from llm.kernels.cpu.tensors import pointer
 from llm.kernels.reference.gguf_blocks import BLOCKS, NOT_FINITE, TYPES
 
 _DECODE = KERNELS["llm_decode_blocks"]

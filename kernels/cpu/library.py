@@ -1,7 +1,7 @@
-"""The compiled kernels in this process: choosing the instruction set, and loading.
+"""The compiled kernels in this process: the instruction set, by the processor's flags or LLM_CPU_ISA, the library, and
+tensors as arguments of its functions.
 
-Owns `Library`, a loaded shared library, and `choose_target`, which picks the instruction set by the processor's flags
-or LLM_CPU_ISA. The library has its own threads (threads.cpp): no OpenMP runtime is linked or called.
+The library has its own threads (threads.cpp): no OpenMP runtime is linked or called.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from llm.errors import LLMError, ValidationError
 from llm.kernels.cpu import build
 from llm.kernels.cpu.memory import Pool, eighths
 from llm.kernels.cpu.signatures import FUNCTIONS, KERNELS, Signature, mismatches
+from llm.kernels.weight import FLOAT_KINDS
 
 ISA_CHOICES = (*build.TARGETS, "none")
 
@@ -156,3 +157,23 @@ def requested_isa() -> str | None:
     if env.get("LLM_CPU_ISA") is None:
         return None
     return env.get_choice("LLM_CPU_ISA", ISA_CHOICES, "")
+
+
+# As `Kind` (kinds.h).
+KINDS = {dtype: number for number, dtype in enumerate(FLOAT_KINDS)}
+
+
+def as_float32(x: torch.Tensor) -> torch.Tensor:
+    """`x` as contiguous float32; `x` itself if it is that already."""
+    if x.dtype == torch.float32 and x.is_contiguous():
+        return x
+    return x.float().contiguous()
+
+
+def in_type(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float32 result converted to `dtype`. `Tensor.to` is skipped for float32: it takes time even to do nothing."""
+    return x if dtype == torch.float32 else x.to(dtype)
+
+
+def pointer(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

@@ -7,7 +7,7 @@ import torch
 from llm.kernels.cpu.library import Library
 from llm.kernels.cpu.packed import WeightArray, panels
 from llm.kernels.cpu.signatures import KERNELS
-from llm.kernels.lora import LoraTerms
+from llm.kernels.weight import LoraTerms
 
 _LORA = KERNELS["llm_lora"]
 

@@ -1,6 +1,6 @@
 """A memory pool for the results of kernels: a block is reused once the last tensor on it is gone.
 
-Owns `Pool`. Allocating megabytes for every layer costs more than computing their contents: each page faults, is zeroed
+Allocating megabytes for every layer costs more than computing their contents: each page faults, is zeroed
 by the system, and is unmapped again when the tensor is freed.
 """
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.library import KINDS, Library, as_float32, in_type, pointer
 from llm.kernels.cpu.signatures import KERNELS
-from llm.kernels.cpu.tensors import KINDS, as_float32, in_type, pointer
 from llm.kernels.reference.norm import check_gated_norm
 
 _RMS = KERNELS["llm_rms_norm"]

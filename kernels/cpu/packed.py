@@ -1,7 +1,7 @@
 """Weights packed into panels of 16 output channels, the layout the kernels read; unpacking gives the same bits back.
 
-Owns `PanelWeight`, which is passed to the kernels as one struct, `WeightArray`, several structs in a row, and `pack`,
-which `kernels/reference` defines. kernels/README.md draws the panels.
+A `PanelWeight` is passed to the kernels as one struct, a `WeightArray` as several in a row. kernels/README.md draws the
+panels.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import torch
 
 from llm.base.library_settings import num_threads
 from llm.kernels.backend import ArrivingRows
-from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.library import KINDS as FLOATS
+from llm.kernels.cpu.library import Library, pointer
 from llm.kernels.cpu.signatures import KERNELS, WeightStruct
-from llm.kernels.cpu.tensors import KINDS as FLOATS
-from llm.kernels.cpu.tensors import pointer
 from llm.kernels.weight import ACTIVATIONS, FLOAT_KINDS, KINDS, SCALED_KINDS, Weight, kind_of
 
 LANES = 16

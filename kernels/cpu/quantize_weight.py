@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from llm.base.library_settings import num_threads
-from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.library import KINDS, Library, pointer
 from llm.kernels.cpu.packed import LANES
 from llm.kernels.cpu.signatures import KERNELS
-from llm.kernels.cpu.tensors import KINDS, pointer
 from llm.kernels.reference import quantize_weight as reference
 from llm.kernels.reference.quantize_weight import BEYOND, FORMS, NOT_FINITE
 from llm.kernels.reference.rotation import check_block, rotate

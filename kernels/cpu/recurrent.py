@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from llm.forward import RecurrentMetadata
-from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.library import KINDS, Library, pointer
 from llm.kernels.cpu.signatures import KERNELS
-from llm.kernels.cpu.tensors import KINDS, pointer
 from llm.kernels.reference.recurrent import (
     NO_LIMIT,
     check_convolution,

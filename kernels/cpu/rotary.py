@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.library import Library, in_type
 from llm.kernels.cpu.signatures import KERNELS
-from llm.kernels.cpu.tensors import in_type
 
 _ROTARY = KERNELS["llm_rotary"]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.cpu.library import Library
+from llm.kernels.cpu.library import Library, as_float32
 from llm.kernels.cpu.signatures import KERNELS
-from llm.kernels.cpu.tensors import as_float32
 from llm.kernels.reference import vocabulary as reference
 
 _LOG_SOFTMAX = KERNELS["llm_log_softmax"]

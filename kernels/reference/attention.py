@@ -1,8 +1,17 @@
-"""Attention over a paged cache, in plain PyTorch.
+"""Attention over a paged cache, and latent attention, in plain PyTorch.
 
-Owns the cache layout of this implementation and the plan it makes once per step: batch rows with one new token are
-gathered into padded groups of similar length, every other batch row is computed by itself. Only slots that a batch row
-may see are read: the others can hold another request's NaN, and 0 * NaN is NaN.
+Once per step a plan is made: batch rows with one new token are gathered into padded groups of similar length, every
+other batch row is computed by itself. Only slots that a batch row may see are read: the others can hold another
+request's NaN, and 0 * NaN is NaN.
+
+Latent attention is that of DeepSeek-V2 (arXiv:2405.04434), in the form that multiplies the query where the paper
+multiplies the key: GEMMs with a matrix per head, and a KV cache [blocks, block_size, latent + rope] in every backend.
+
+A KV cache of int8 or float8_e4m3fn is rounded here for every backend: an element is code * scale. The scale of a token
+in a KV head is its largest magnitude over the largest code, rounded up to bfloat16; NaN if an element is not finite.
+With static scales, of channels, it is 1 (or NaN); a code is x / scale[channel] + offset[channel], and stands for
+(code - offset[channel]) * scale[channel]. In this layout a token's codes in a KV head come first, then its scale; a
+latent row has two scales behind its codes, of the latent and of the rotated key.
 """
 
 from __future__ import annotations
@@ -14,7 +23,6 @@ import torch
 import torch.nn.functional as F
 
 from llm.forward import QUANTIZED_CACHE_DTYPES, SCALE_BYTES, AttentionMetadata, KVCacheSpec
-from llm.kernels.reference.quantized_cache import dequantize_heads, quantize_heads, stored
 
 # Query tokens of one batch row that are masked at a time, to bound the mask's memory.
 _QUERY_CHUNK = 512
@@ -336,3 +344,94 @@ def _sdpa(
         enable_gqa=True,
     )
     return out.squeeze(0)
+
+
+# --- Latent attention. ---
+
+
+def heads_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """y[t, h] = x[t, h] W_h: x float [N, heads, k], weight float [heads, k, n] -> [N, heads, n] of the type of x."""
+    return torch.bmm(x.transpose(0, 1), weight.to(x.dtype)).transpose(0, 1).contiguous()
+
+
+def write_latent_cache(
+    latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Store latents float [N, latent] and rotated keys float [N, rope], side by side, at the slots int64 [N]."""
+    if cache.dtype not in QUANTIZED_CACHE_DTYPES:
+        both = torch.cat((latent, rope), dim=-1).to(cache.dtype)
+        cache.view(-1, cache.shape[-1]).index_copy_(0, slot_mapping, both)
+        return
+    parts = [stored(*quantize_heads(part.unsqueeze(1), cache.dtype))[:, 0] for part in (latent, rope)]
+    codes, scales = ([part[:, where] for part in parts] for where in (slice(-SCALE_BYTES), slice(-SCALE_BYTES, None)))
+    row = torch.cat([*codes, *scales], dim=1)
+    cache.view(torch.uint8).view(-1, cache.shape[-1]).index_copy_(0, slot_mapping, row)
+
+
+def latent_attention(
+    query: torch.Tensor, query_rope: torch.Tensor, cache: torch.Tensor, metadata: AttentionMetadata, *, scale: float
+) -> torch.Tensor:
+    """Causal attention in which a token's row of the cache is its key for every head, and its latent its value.
+
+    Shapes: query float [N, heads, latent], query_rope float [N, heads, rope] -> [N, heads, latent].
+    """
+    keys = cache.view(1, -1, cache.shape[-1])
+    if cache.dtype in QUANTIZED_CACHE_DTYPES:
+        keys = _dequantized(keys.view(torch.uint8), cache.dtype, query.shape[-1])
+    values = keys[..., : query.shape[-1]]
+    return paged_attention(torch.cat((query, query_rope), dim=-1), keys, values, metadata, scale=scale)
+
+
+def _dequantized(rows: torch.Tensor, dtype: torch.dtype, latent_size: int) -> torch.Tensor:
+    """uint8 [1, slots, latent + rope + scales] -> float32 [1, slots, latent + rope]."""
+    codes, scales = rows[..., : -2 * SCALE_BYTES], rows[..., -2 * SCALE_BYTES :]
+    parts = codes.split([latent_size, codes.shape[-1] - latent_size], dim=-1)
+    both = zip(parts, scales.split(SCALE_BYTES, dim=-1), strict=True)
+    return torch.cat([dequantize_heads(torch.cat(part, dim=-1), dtype) for part in both], dim=-1)
+
+
+# --- Caches of 8 bits. ---
+
+LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def quantize_heads(
+    x: torch.Tensor, dtype: torch.dtype, static: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x float [N, kv_heads, size] -> (codes of `dtype`, scales bfloat16 [N, kv_heads]).
+
+    static: float32 [2, kv_heads, size], scales and offsets of channels.
+    """
+    x = x.float()
+    largest = x.abs().amax(dim=-1)
+    finite = largest.isfinite()
+    if static is None:
+        scale = _rounded_up(torch.where(finite, largest, 0) / LARGEST_CODE[dtype])
+        divisor = torch.where(scale == 0, 1, scale.float()).unsqueeze(-1)
+    else:
+        scale, divisor = torch.ones_like(largest, dtype=torch.bfloat16), static[0]
+    quotient = torch.where(finite.unsqueeze(-1), x, 0) / divisor
+    if dtype == torch.int8:
+        quotient = quotient.round() if static is None else quotient.round() + static[1]
+        least = -127 if static is None else -128
+        codes = quotient.clamp(least, 127).to(dtype)
+    else:
+        codes = quotient.clamp(-LARGEST_CODE[dtype], LARGEST_CODE[dtype]).to(dtype)
+    return codes, torch.where(finite, scale, float("nan"))
+
+
+def stored(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, kv_heads, size + 2], what a cache keeps of a token."""
+    return torch.cat((codes.view(torch.uint8), scale.unsqueeze(-1).view(torch.uint8)), dim=-1)
+
+
+def dequantize_heads(tokens: torch.Tensor, dtype: torch.dtype, static: torch.Tensor | None = None) -> torch.Tensor:
+    """uint8 [kv_heads, tokens, size + 2] -> float32 [kv_heads, tokens, size]."""
+    codes = tokens[..., :-SCALE_BYTES].contiguous().view(dtype).float()
+    scaled = codes * tokens[..., -SCALE_BYTES:].contiguous().view(torch.bfloat16).float()
+    return scaled if static is None else (scaled - static[1].unsqueeze(1)) * static[0].unsqueeze(1)
+
+
+def _rounded_up(x: torch.Tensor) -> torch.Tensor:
+    """The least bfloat16 that is not below x, float32 and not negative."""
+    return (((x.view(torch.int32) + 0xFFFF) >> 16) << 16).view(torch.float32).to(torch.bfloat16)

@@ -1,10 +1,9 @@
 """The blocks of GGUF tensors: bytes of a file -> integers, scales and minima, exactly.
 
-Owns the definition of `decode_blocks`, and the layout of each type
-(https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h). A block holds
-the values of 32 or 256 columns of a row; within it groups of 16 or 32 columns share a scale. What ggml computes of a
-block, value * scale or code * scale - minimum, is what `Weight` stands for, with the same rounding: products of the
-file's short scales with its integers are exact in float32.
+Layouts are those of https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h. A block holds the values
+of 32 or 256 columns of a row; within it groups of 16 or 32 columns share a scale. What ggml computes of a block,
+value * scale or code * scale - minimum, is what `Weight` stands for, with the same rounding: products of the file's
+short scales with its integers are exact in float32.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from llm.kernels.reference.rotation import rotate
-from llm.kernels.reference.rounding import fused_multiply_add
-from llm.kernels.weight import LEAST, Weight, kind_of
+from llm.kernels.weight import LEAST, Weight, fused_multiply_add, kind_of
 
 # An integer GEMM runs as float32 GEMMs over this many k at a time: 1024 * 128 * 128 = 2**24, so every partial sum is
 # exact in any order. (torch._int_mm saturates on processors whose int8 instructions do.)

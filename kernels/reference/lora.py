@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from llm.kernels.lora import LoraTerm, LoraTerms
 from llm.kernels.reference.linear import embedding, linear
+from llm.kernels.weight import LoraTerm, LoraTerms
 
 
 def lora(y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, terms: LoraTerms) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache, and writing it: keys and values, and the latents of latent attention.
+"""Attention over a paged KV cache, and writing it: keys and values, and the latent of latent attention.
 
 The layout of the caches is that of `kernels/reference`. One kernel serves prefill and decode. A tile has BM lines, a
 line being a query head of a token; heads that share keys are side by side. Keys are walked in segments of `SEGMENT`
@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from llm.forward import QUANTIZED_CACHE_DTYPES, SCALE_BYTES, AttentionMetadata
 from llm.kernels.reference import attention as definition
-from llm.kernels.reference import latent
 from llm.kernels.triton.language import (
     LEAST_TILE,
     LOG2_E,
@@ -347,14 +346,14 @@ def write_kv_cache(
 
 
 def write_latent_cache(
-    latents: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
+    latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """See `kernels/reference/latent.py`."""
+    """See `kernels/reference/attention.py`."""
     rows = _as_bytes(cache.view(-1, cache.shape[-1]))
-    size, rope_size = latents.shape[1], rope.shape[1]
-    latents, rope = (item if item.stride(-1) == 1 else item.contiguous() for item in (latents, rope))
+    size, rope_size = latent.shape[1], rope.shape[1]
+    latent, rope = (item if item.stride(-1) == 1 else item.contiguous() for item in (latent, rope))
     launch(
-        write_latents, (len(slot_mapping),), latents, rope, rows, slot_mapping, latents.stride(0), rope.stride(0),
+        write_latents, (len(slot_mapping),), latent, rope, rows, slot_mapping, latent.stride(0), rope.stride(0),
         rows.stride(0), LATENT=size, ROPE=rope_size, KIND=_KINDS.get(cache.dtype, "float"), LANES=power_of_two(size),
         ROPE_LANES=power_of_two(rope_size), device=cache.device, num_warps=4,
     )  # fmt: skip
@@ -392,11 +391,11 @@ def paged_attention(
 def latent_attention(
     query: torch.Tensor, query_rope: torch.Tensor, cache: torch.Tensor, metadata: AttentionMetadata, *, scale: float
 ) -> torch.Tensor:
-    """See `kernels/reference/latent.py`."""
+    """See `kernels/reference/attention.py`."""
     keys = cache.view(1, -1, cache.shape[-1])
     scoring = (scale, None, None, None, None, None)
     out = _attention(query, query_rope, keys, keys, query.shape[-1], metadata, scoring, None, True)
-    return latent.latent_attention(query, query_rope, cache, metadata, scale=scale) if out is None else out
+    return definition.latent_attention(query, query_rope, cache, metadata, scale=scale) if out is None else out
 
 
 def _attention(

@@ -1,6 +1,6 @@
 """The Triton kernels as a backend, for platforms of GPUs; PyTorch's operations where Triton is not installed.
 
-Owns the table of kernels, what holds of PyTorch's operations beside them, and decode steps recorded as CUDA graphs.
+Decode steps are recorded as CUDA graphs.
 """
 
 from __future__ import annotations

@@ -25,12 +25,11 @@ import triton
 from llm.base import system
 from llm.forward import AttentionMetadata, KVCacheSpec, LatentCacheSpec, RecurrentMetadata
 from llm.kernels.backend import Operation, definition
-from llm.kernels.lora import LoraTerm, LoraTerms
 from llm.kernels.reference import attention as attention_definition
 from llm.kernels.reference import linear as linear_definition
-from llm.kernels.reference.latent import write_latent_cache
+from llm.kernels.reference.attention import write_latent_cache
 from llm.kernels.triton.launch import INTERPRETED, target_of
-from llm.kernels.weight import ExpertWeights, Weight
+from llm.kernels.weight import ExpertWeights, LoraTerm, LoraTerms, Weight
 
 logger = logging.getLogger("llm")
 

@@ -16,13 +16,12 @@ import torch
 
 import triton
 import triton.language as tl
-from llm.kernels.lora import LoraTerms
 from llm.kernels.reference import linear as definition
 from llm.kernels.reference.lora import add_products, check_slots, tokens_of
 from llm.kernels.reference.rotation import rotate
 from llm.kernels.triton.language import dot, dot_int8, from_float8, int8_codes, nibbles, rounded, whole
 from llm.kernels.triton.launch import KIB, PROGRAMS, Target, launch, power_of_two, target_of
-from llm.kernels.weight import LEAST, Weight
+from llm.kernels.weight import LEAST, LoraTerms, Weight
 
 # A program quantizes so many columns at a time.
 _MOST_AT_ONCE = 4096
@@ -609,7 +608,7 @@ def multiply_experts(
 
 
 def heads_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """See `kernels/reference/latent.py`."""
+    """See `kernels/reference/attention.py`."""
     count, heads, size = x.shape
     width = weight.shape[2]
     out = torch.empty(count, heads, width, dtype=x.dtype, device=x.device)

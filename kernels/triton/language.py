@@ -1,7 +1,7 @@
 """What the kernels here are written in besides `triton.language`: arithmetic that is the same wherever they run.
 
-Owns products of tiles, rounding, codes of 8 bits, and functions that Triton has for some targets alone. Triton's
-interpreter multiplies the bits of bfloat16 and cuts float32 to it; here both are done right.
+Products of tiles, rounding, codes of 8 bits, and functions that Triton has for some targets alone. Triton's interpreter
+multiplies the bits of bfloat16 and cuts float32 to it; here both are done right.
 """
 
 from __future__ import annotations

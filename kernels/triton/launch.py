@@ -1,7 +1,7 @@
 """How kernels are launched: what the device is, and the options that every launch has.
 
-Owns `Target`, by which tiles are chosen, and `launch`. `collecting` notes launches in the place of doing them: from
-them `tests/gpu/compile.py` compiles every kernel in every form that the operations ask for.
+Tiles are chosen by `Target`. `collecting` notes launches in the place of doing them: from them `tests/gpu/compile.py`
+compiles every kernel in every form that the operations ask for.
 """
 
 from __future__ import annotations

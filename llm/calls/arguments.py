@@ -18,7 +18,7 @@ from llm.engine.rows import AnyRow, Row
 from llm.engine.step import Adapter
 from llm.errors import ValidationError
 from llm.inputs import LoRARequest
-from llm.inside.asked import CAPTURE, INTERVENTIONS, too_large
+from llm.inside.request import CAPTURE, INTERVENTIONS, too_large
 from llm.sampling_params import SamplingParams
 
 logger = logging.getLogger("llm")

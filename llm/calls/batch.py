@@ -23,7 +23,7 @@ from llm.engine.prompts import list_prompts
 from llm.engine.rows import ON_TOO_LONG, AnyRow, Row
 from llm.errors import GenerationInterrupted
 from llm.outputs import RequestOutput, RequestOutputs
-from llm.platforms.limits import told_of_memory
+from llm.platforms.limits import explain_memory_errors
 from llm.progress import UseTqdm
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class BatchCall:
             return RequestOutputs(interrupted.outputs)
         except BaseException:  # from a callback, the user's signal handler or a second Ctrl-C: at any point
             self._guard.end()
-            with told_of_memory("answer the prompts"):
+            with explain_memory_errors("answer the prompts"):
                 self._remember()
                 engine.reset()
                 raise

@@ -21,7 +21,7 @@ from llm.engine.prompts import iterate_prompts
 from llm.engine.rows import ON_TOO_LONG, AnyRow, RefusedRow
 from llm.errors import GenerationInterrupted, ValidationError
 from llm.inputs import LoRARequest
-from llm.inside.asked import Captures, Interventions
+from llm.inside.request import Captures, Interventions
 from llm.outputs import RequestOutput
 from llm.sampling_params import SamplingParams
 

@@ -334,7 +334,7 @@ class EngineArgs:
     logprobs_mode: str = "raw_logprobs"
     num_threads: int | None = None
     data_parallel_size: int = 1
-    devices: object = None  # read by `llm.replicas.places`
+    devices: object = None  # read by `llm.replicas.placement`
     tensor_parallel_size: int = 1
     offload_weights: bool | None = None
     logits_processors: object = None  # loaded by `llm.sampling.logits_processors.pipeline`

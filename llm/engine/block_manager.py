@@ -145,7 +145,7 @@ class StateSnapshots:
         self._taken.append((snapshot, digest, tokens))
         return self._offset + snapshot
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """What was taken has been written."""
         for snapshot, digest, tokens in self._taken:
             self._pool.remember(snapshot, digest, tokens)
@@ -292,10 +292,10 @@ class BlockManager:
         last = num_tokens // self.block_size - 1
         return self.snapshots.take(request.block_hashes[last], self._tokens(request, last))
 
-    def settle(self) -> None:
+    def commit_snapshots(self) -> None:
         """The step that was scheduled last has run."""
         if self.snapshots is not None:
-            self.snapshots.settle()
+            self.snapshots.commit()
 
     def room(self, request: Request, reserve: int) -> int:
         """How many tokens the request can hold with all free blocks except `reserve`."""

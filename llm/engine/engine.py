@@ -21,7 +21,7 @@ from llm.engine.stats import EndedRequests, EngineStats, Gauges, LLMStats, share
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.errors import LogitsProcessorError
 from llm.outputs import RequestStateStats
-from llm.platforms.limits import told_of_memory
+from llm.platforms.limits import explain_memory_errors
 from llm.text.tokenizer import Tokenizer
 
 
@@ -51,7 +51,7 @@ class Engine:
         self._completions: dict[str, Completion] = {}
         self._watched: dict[str, tuple[PromptState, list[PromptState]]] = {}
         self._added = 0
-        self.is_torn = False  # a `reset` has failed: another is to come before anything else
+        self.needs_reset = False  # a `reset` has failed: another is to come before anything else
 
     def add(self, row: Row, *, streaming: bool = False, ended: list[PromptState] | None = None) -> PromptState:
         """Queue a row's `n` completions; the first computes the prompt, the others share it. Fails like `step`.
@@ -70,7 +70,7 @@ class Engine:
                 self._watched[prompt_id] = state, ended
             return state
         except BaseException:
-            with told_of_memory("queue a request"):
+            with explain_memory_errors("queue a request"):
                 self.reset()
                 raise
 
@@ -81,10 +81,10 @@ class Engine:
             plan = self.scheduler.schedule()
             self._note_scheduled(plan)
             result = self.runner.execute(plan)
-            accepted = self.scheduler.settle(plan, result)
+            accepted = self.scheduler.update_from_output(plan, result)
             self._update(result)
         except BaseException:
-            with told_of_memory("compute a step"):
+            with explain_memory_errors("compute a step"):
                 self.reset()
                 raise
         self._count(plan, result, accepted, perf_counter() - started)
@@ -112,15 +112,12 @@ class Engine:
 
     def all_stats(self) -> LLMStats:
         """What there is to count, as it is now."""
-        now = self.gauges()
         return LLMStats(
             **vars(self.stats),
-            running=now.running,
-            waiting=now.waiting,
+            **vars(self.gauges()),
             **self.ended.totals(),
             weight_bytes=self.runner.cost().weight_bytes,
             kv_cache_bytes=self.config.cache_config.kv_cache_memory_bytes,
-            kv_cache_used=now.kv_cache_used,
         )
 
     def needs_model_here(self, method: str) -> None:
@@ -151,12 +148,12 @@ class Engine:
         An interrupted step may leave the scheduler inconsistent, and cached blocks that were never computed. So the
         scheduler is replaced by a new one; if that fails, the next call begins with it.
         """
-        self.is_torn = True
-        with told_of_memory("go on after an error"):
+        self.needs_reset = True
+        with explain_memory_errors("go on after an error"):
             self._abort_all()
             self.scheduler = self._make_scheduler()
             self.runner.reset()
-        self.is_torn = False
+        self.needs_reset = False
 
     def close(self) -> None:
         """Free everything large, even while something such as a traceback still refers to this engine."""
@@ -281,12 +278,16 @@ class Engine:
             state, ended = self._watched.pop(prompt_id)
             ended.append(state)
 
-    def _count(self, plan: SchedulerOutput, result: RunnerOutput, accepted: int, seconds: float) -> None:
-        stats = self.stats
-        stats.steps += 1
-        stats.tokens += sum(plan.num_scheduled_tokens.values())
-        stats.generated_tokens += sum(map(len, result.sampled_token_ids.values()))
-        stats.drafted_tokens += sum(map(len, plan.draft_token_ids.values()))
-        stats.accepted_tokens += accepted
-        stats.seconds += seconds
-        stats.model_seconds += result.model_seconds
+    def _count(self, plan: SchedulerOutput, result: RunnerOutput, accepted: int, seconds: float) -> EngineStats:
+        """Add a step to the counts; returns those of the step."""
+        step = EngineStats(
+            steps=1,
+            tokens=sum(plan.num_scheduled_tokens.values()),
+            generated_tokens=sum(map(len, result.sampled_token_ids.values())),
+            drafted_tokens=sum(map(len, plan.draft_token_ids.values())),
+            accepted_tokens=accepted,
+            seconds=seconds,
+            model_seconds=result.model_seconds,
+        )
+        self.stats.add(step)
+        return step

@@ -14,8 +14,8 @@ import numpy as np
 from llm.engine.request import Request
 from llm.engine.rows import AnyRow, RefusedRow, Row
 from llm.inputs import LoRARequest
-from llm.inside.asked import Part
 from llm.inside.capture import Activations
+from llm.inside.request import Part
 from llm.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput, RequestStateStats, StructuredOutcome
 from llm.sampling.logprobs import TokenLogprobs
 from llm.sampling_params import SamplingParams

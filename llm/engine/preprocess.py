@@ -28,8 +28,8 @@ from llm.engine.prompts import (
 from llm.engine.rows import AnyRow, RefusedRow, Row, RowMaker, refuse_too_long, rows_only
 from llm.errors import LLMError, PromptTooLongError, ValidationError
 from llm.inputs import TokensPrompt
-from llm.inside.asked import CAPTURE, INTERVENTIONS, asks, resolve
 from llm.inside.names import Site
+from llm.inside.request import CAPTURE, INTERVENTIONS, has_inside_args, resolve
 from llm.sampling.logits_processors.builtin import find_thinking_ids
 from llm.sampling.logits_processors.interface import LogitsProcessor, check_request_processors
 from llm.sampling.structured.structure import Structure, StructureCompiler, Vocabulary
@@ -317,7 +317,7 @@ class Preprocessor:
             refuse("spaces_between_special_tokens", False, "True with a tokenizer that has no tokenizer.json")
         if params.structured_outputs is not None:
             params.structure = self._compile_structure(params)
-        if asks(params.extra_args):
+        if has_inside_args(params.extra_args):
             params.inside = resolve(params.extra_args or {}, self.sites())
         params.bad_words_token_ids = self._bad_words(params.bad_words or [])
         params.thinking_token_ids = find_thinking_ids(params, self.tokenizer, self.reasoning)

@@ -98,13 +98,13 @@ class Scheduler:
             self._drop_drafts(plan)
         return plan
 
-    def settle(self, plan: SchedulerOutput, result: RunnerOutput) -> int:
+    def update_from_output(self, plan: SchedulerOutput, result: RunnerOutput) -> int:
         """Update computed tokens and free the blocks of rejected drafts; returns the number of accepted drafts.
 
         Call it before the sampled tokens are appended to the requests.
         """
         requests, num_accepted = self.requests, 0
-        self.blocks.settle()
+        self.blocks.commit_snapshots()
         for request_id, count in plan.num_scheduled_tokens.items():
             requests[request_id].num_computed_tokens += count
         for request_id, drafts in plan.draft_token_ids.items():

@@ -39,6 +39,16 @@ class EngineStats:
     seconds: float = 0.0
     model_seconds: float = 0.0
 
+    def add(self, step: EngineStats) -> None:
+        """Count a step, or several."""
+        self.steps += step.steps
+        self.tokens += step.tokens
+        self.generated_tokens += step.generated_tokens
+        self.drafted_tokens += step.drafted_tokens
+        self.accepted_tokens += step.accepted_tokens
+        self.seconds += step.seconds
+        self.model_seconds += step.model_seconds
+
 
 @dataclass(frozen=True)
 class Gauges:

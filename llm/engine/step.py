@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from llm.inputs import LoRARequest
-from llm.inside.asked import Part
+from llm.inside.request import Part
 from llm.sampling.logprobs import TokenLogprobs
 from llm.sampling_params import SamplingParams
 

@@ -39,8 +39,8 @@ from llm.errors import (
     is_out_of_memory,
 )
 from llm.inputs import LoRARequest
-from llm.inside.asked import CAPTURE, asks, resolve
 from llm.inside.capture import Capture
+from llm.inside.request import CAPTURE, has_inside_args, resolve
 from llm.jobs.activations import FORMATS, check_folder, write_activations
 from llm.jobs.identity import check_finished, check_recordable, digest_of, identity_of, rows_key, sum_of, write_finished
 from llm.jobs.journal import Ended, Journal, Partials, RowRecord, RowRecords
@@ -568,7 +568,7 @@ def run_job(
 def _with_capture(llm: LLM, defaults: JobDefaults, options: RunOptions) -> JobDefaults:
     """What rows ask for, with the job's capture among it; its folder is made."""
     if options.capture is None or options.capture_to is None:
-        if asks(defaults.sampling.extra_args):
+        if has_inside_args(defaults.sampling.extra_args):
             refuse(
                 "extra_args",
                 sorted(defaults.sampling.extra_args or {}),

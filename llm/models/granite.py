@@ -28,6 +28,16 @@ def _decoder(reader: d.ConfigReader, mlp: d.PartConfig) -> d.DecoderConfig:
     )
 
 
+def _experts(reader: d.ConfigReader, shared_size: int | None = None) -> d.MoEConfig:
+    return d.MoEConfig(
+        reader.positive("num_local_experts", 8),
+        reader.positive("num_experts_per_tok", 2),
+        reader.positive("intermediate_size"),
+        reader.string("hidden_act", "silu"),
+        shared_size=shared_size,
+    )
+
+
 class GraniteMoeForCausalLM(d.DecoderForCausalLM):
     """Granite 3 MoE: Granite with experts, whose weights the checkpoint stores stacked."""
 
@@ -46,13 +56,7 @@ class GraniteMoeForCausalLM(d.DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         d.ignore_training(reader)
-        mlp = d.MoEConfig(
-            reader.positive("num_local_experts", 8),
-            reader.positive("num_experts_per_tok", 2),
-            reader.positive("intermediate_size"),
-            reader.string("hidden_act", "silu"),
-        )
-        return _decoder(reader, mlp)
+        return _decoder(reader, _experts(reader))
 
 
 class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
@@ -110,11 +114,4 @@ class GraniteMoeSharedForCausalLM(GraniteMoeHybridForCausalLM):
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         d.ignore_training(reader)
-        mlp = d.MoEConfig(
-            reader.positive("num_local_experts", 8),
-            reader.positive("num_experts_per_tok", 2),
-            reader.positive("intermediate_size"),
-            reader.string("hidden_act", "silu"),
-            shared_size=reader.count("shared_intermediate_size", 0) or None,
-        )
-        return _decoder(reader, mlp)
+        return _decoder(reader, _experts(reader, reader.count("shared_intermediate_size", 0) or None))

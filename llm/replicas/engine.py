@@ -20,7 +20,7 @@ from llm.errors import ValidationError, WorkerDiedError
 from llm.replicas.dispatch import Dispatcher
 from llm.replicas.processes import WAIT_SECONDS, Replicas
 from llm.replicas.runner import ReplicaRunner, refuse_replicated
-from llm.replicas.schema import Answer, HandedRow, ReplicaLoaded, StepError, StepReport
+from llm.replicas.schema import MethodResult, ReplicaLoaded, SentRequest, StepError, StepReport
 from llm.text.tokenizer import Tokenizer
 from llm.workers.messages import Message
 
@@ -48,9 +48,9 @@ class ReplicaScheduler(Scheduler):
             if number in self._replicas.alive:
                 self._replicas.send(number, "abort", ids)
         self._aborted.clear()
-        rows: dict[int, list[HandedRow]] = {}
+        rows: dict[int, list[SentRequest]] = {}
         for number, request in self.dispatcher.hand_out():
-            rows.setdefault(number, []).append(HandedRow.of(request))
+            rows.setdefault(number, []).append(SentRequest.of(request))
             request.status = RequestStatus.RUNNING
         for number, handed in rows.items():
             self._replicas.send(number, "rows", handed)
@@ -126,7 +126,7 @@ class ReplicatedEngine(Engine):
         refuse_replicated(method)
 
     def reset_prefix_cache(self) -> None:
-        self._replicas.ask_all("reset_prefix_cache")
+        self._replicas.call_all("reset_prefix_cache")
 
     def add(self, row: Row, *, streaming: bool = False, ended: list[PromptState] | None = None) -> PromptState:
         if row.params.logits_processors:
@@ -168,20 +168,20 @@ class ReplicatedEngine(Engine):
         while (found := self._replicas.take(0, ())) is not None:
             self._take(*found)
 
-    def _take(self, number: int, told: Message | WorkerDiedError) -> None:
-        if isinstance(told, WorkerDiedError):
-            self._lose(number, told)
-        elif isinstance(told.body, ReplicaLoaded):
+    def _take(self, number: int, message: Message | WorkerDiedError) -> None:
+        if isinstance(message, WorkerDiedError):
+            self._lose(number, message)
+        elif isinstance(message.body, ReplicaLoaded):
             self.scheduler.dispatcher.join(number)
-        elif isinstance(told.body, StepReport):
-            self._apply(number, told.body)
-        elif isinstance(told.body, StepError):
-            if told.body.reset == self._replicas.resets:
-                raise told.body.error
-        elif not isinstance(told.body, Answer):
-            raise RuntimeError(f"replica {number} told {told.kind!r}")
-        elif not told.body.number and told.body.error is not None:  # one that joined cannot do what the others have
-            raise told.body.error
+        elif isinstance(message.body, StepReport):
+            self._apply(number, message.body)
+        elif isinstance(message.body, StepError):
+            if message.body.reset == self._replicas.resets:
+                raise message.body.error
+        elif not isinstance(message.body, MethodResult):
+            raise RuntimeError(f"replica {number} sent {message.kind!r}")
+        elif not message.body.number and message.body.error is not None:  # it joined and cannot do what others have
+            raise message.body.error
 
     def _lose(self, number: int, error: WorkerDiedError) -> None:
         lost = self.scheduler.lose(number)
@@ -220,13 +220,9 @@ class ReplicatedEngine(Engine):
             if request_id in self._completions:
                 raise RuntimeError(f"replica {number} has ended request {request_id}, which has not ended here")
         self._used[number] = report.kv_cache_used
-        stats = self.stats
-        stats.steps += 1
-        stats.tokens += report.tokens
-        stats.generated_tokens += sum(map(len, result.sampled_token_ids.values()))
-        stats.drafted_tokens += report.drafted
-        stats.accepted_tokens += report.accepted
-        stats.model_seconds += report.result.model_seconds
+        generated = sum(map(len, result.sampled_token_ids.values()))
+        # Seconds are those of this engine's steps, in which several replicas compute.
+        self.stats.add(replace(report.stats, generated_tokens=generated, seconds=0.0))
 
 
 def _of(result: RunnerOutput, held: dict[str, Request]) -> RunnerOutput:

@@ -1,4 +1,4 @@
-"""The processes of replicas: what they tell by one inbox, what they are asked, and who follows a dead one."""
+"""The processes of replicas: one inbox for their messages, calls of their methods, and who follows a dead one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 
 from llm.errors import LLMError, WorkerDiedError
-from llm.replicas.places import Place
-from llm.replicas.schema import SCHEMA, Answer, Question, ReplicaArgs, ReplicaLoaded
+from llm.replicas.placement import Placement
+from llm.replicas.schema import SCHEMA, MethodCall, MethodResult, ReplicaArgs, ReplicaLoaded
 from llm.workers.messages import Message
 from llm.workers.process import Inbox, WorkerProcess
 
@@ -27,7 +27,7 @@ _RESTARTS_SECONDS = 3600.0
 class _Seat:
     """Where replicas run one after the other: the place, what they load, and when the last ones died."""
 
-    place: Place
+    place: Placement
     args: ReplicaArgs
     deaths: list[float] = field(default_factory=list)
 
@@ -47,7 +47,7 @@ class Replicas:
         self.died: WorkerDiedError | None = None
         self.count = 0
         self.resets = 0
-        # Taken while an answer was waited for, and left for the next step.
+        # Taken while a result was waited for, and left for the next step.
         self.kept: deque[tuple[int, Message | WorkerDiedError]] = deque()
         self._loading: dict[int, WorkerProcess] = {}  # in the place of a dead one
         self._seats: dict[int, _Seat] = {}
@@ -57,10 +57,10 @@ class Replicas:
         self._followed: dict[int, str] = {}
         self._lasting: dict[str, tuple[object, ...]] = {}
         self._asked = self._watched_from = 0.0
-        self._questions = 0
+        self._calls = 0
         self._sent: dict[int, float] = {}
 
-    def start(self, place: Place, args: ReplicaArgs) -> None:
+    def start(self, place: Placement, args: ReplicaArgs) -> None:
         """Start one more, which loads the model."""
         self.count += 1
         number, worker = self._start(_Seat(place, args))
@@ -131,12 +131,12 @@ class Replicas:
         if worker is None:
             return None
         try:
-            told = worker.told(message)
+            received = worker.told(message)
         except WorkerDiedError as error:
             return number, self._lose(number, error)
         if number in self._loading:
             self._join(number)
-        return number, told
+        return number, received
 
     def check_alive(self) -> None:
         """Raises `WorkerDiedError` if there is no replica left, and none is being loaded."""
@@ -160,18 +160,18 @@ class Replicas:
         self.alive.clear()
         self._loading.clear()
 
-    def ask(self, method: str, *args: object) -> object:
-        """The answer of the first replica that is alive; of the next one, if it dies."""
+    def call(self, method: str, *args: object) -> object:
+        """The result of the first replica that is alive; of the next one, if it dies."""
         while True:
             self._await_one()
-            answers = self._answers([next(iter(self.alive))], method, args)
-            if answers:
-                return answers[0]
+            results = self._call([next(iter(self.alive))], method, args)
+            if results:
+                return results[0]
 
-    def ask_all(self, method: str, *args: object) -> None:
+    def call_all(self, method: str, *args: object) -> None:
         """Do something in all replicas, and in those that are started later; raises the first error of one."""
         self._await_one()
-        self._answers(list(self.alive), method, args)
+        self._call(list(self.alive), method, args)
         self._lasting[method] = args
 
     def _await_one(self) -> None:
@@ -185,13 +185,13 @@ class Replicas:
                 others.append(found)
         self.kept.extend(others)
 
-    def _answers(self, numbers: Sequence[int], method: str, args: tuple[object, ...]) -> list[object]:
-        """What those answer that do not die meanwhile. Reports that come first are kept for the next step."""
-        self._questions += 1
-        question = Question(self._questions, method, args)
+    def _call(self, numbers: Sequence[int], method: str, args: tuple[object, ...]) -> list[object]:
+        """The results of those that do not die meanwhile. Reports that come first are kept for the next step."""
+        self._calls += 1
+        call = MethodCall(self._calls, method, args)
         for number in numbers:
-            self.send(number, "ask", question)
-        answers: dict[int, Answer] = {}
+            self.send(number, "call", call)
+        results: dict[int, MethodResult] = {}
         others = list(self.kept)
         self.kept.clear()
         waiting = [number for number in numbers if number in self.alive]
@@ -199,17 +199,18 @@ class Replicas:
             found = self.take(WAIT_SECONDS, waiting)
             if found is None:
                 continue
-            number, told = found
-            if isinstance(told, Message) and isinstance(told.body, Answer) and told.body.number == question.number:
-                answers[number] = told.body
+            number, message = found
+            body = message.body if isinstance(message, Message) else None
+            if isinstance(body, MethodResult) and body.number == call.number:
+                results[number] = body
             else:
-                others.append((number, told))
-            waiting = [item for item in waiting if item in self.alive and item not in answers]
+                others.append((number, message))
+            waiting = [item for item in waiting if item in self.alive and item not in results]
         self.kept.extend(others)
-        for answer in answers.values():
-            if answer.error is not None:
-                raise answer.error
-        return [answer.value for answer in answers.values()]
+        for result in results.values():
+            if result.error is not None:
+                raise result.error
+        return [result.value for result in results.values()]
 
     def _hung(self, watched: Sequence[int]) -> tuple[int, WorkerDiedError] | None:
         now = monotonic()
@@ -235,7 +236,7 @@ class Replicas:
         self.alive[number] = self._loading.pop(number)
         self.send(number, "reset", self.resets)
         for method, args in self._lasting.items():
-            self.send(number, "ask", Question(0, method, args))
+            self.send(number, "call", MethodCall(0, method, args))
 
     def _lose(self, number: int, error: WorkerDiedError) -> WorkerDiedError:
         (self.alive if number in self.alive else self._loading).pop(number).close()

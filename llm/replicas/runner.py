@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 class ReplicaRunner:
-    """A `Runner`: questions are answered by one replica, changes are made in all. What is of one process is refused."""
+    """A `Runner`: queries go to one replica, changes are made in all. What is of one process is refused."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -49,7 +49,7 @@ class ReplicaRunner:
         refuse_replicated("forcing an answer")
 
     def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:
-        self._replicas.ask_all("set_processors", *map(importable_name, classes))
+        self._replicas.call_all("set_processors", *map(importable_name, classes))
 
     def end_call(self) -> None:
         """Nothing: a replica ends its own calls."""
@@ -71,24 +71,24 @@ class ReplicaRunner:
     # --- Queries about the model. ---
 
     def check_adapter(self, path: str) -> str:
-        return str(self._replicas.ask("check_adapter", str(path)))
+        return str(self._replicas.call("check_adapter", str(path)))
 
     def describe(self) -> Explanation:
-        found = self._replicas.ask("describe")
+        found = self._replicas.call("describe")
         if not isinstance(found, Explanation):
             raise RuntimeError("a replica has described itself by something else")
         return found
 
     def layer_reports(self) -> list[LayerReport]:
-        found = self._replicas.ask("layer_reports")
+        found = self._replicas.call("layer_reports")
         return found if isinstance(found, list) else []
 
     def save(self, path: str | Path, format: str) -> Path:
-        return Path(str(self._replicas.ask("save", str(Path(path).absolute()), format)))
+        return Path(str(self._replicas.call("save", str(Path(path).absolute()), format)))
 
     def cost(self) -> ModelCost:
         if self._cost is None:
-            found = self._replicas.ask("cost")
+            found = self._replicas.call("cost")
             if not isinstance(found, ModelCost):
                 raise RuntimeError("a replica has told another cost")
             self._cost = found

@@ -1,7 +1,7 @@
-"""What this program and a replica tell each other; `SCHEMA` has every class that is in a message.
+"""The messages between this program and a replica; `SCHEMA` has every class that is in one.
 
-- To a replica: load ReplicaArgs; rows [HandedRow]; abort [request id]; reset number; ask Question.
-- From a replica: loaded ReplicaLoaded; step StepReport; error StepError; answer Answer.
+- To a replica: load ReplicaArgs; rows [SentRequest]; abort [request id]; reset number; call MethodCall.
+- From a replica: loaded ReplicaLoaded; step StepReport; error StepError; result MethodResult.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from llm.config.compilation import CompilationConfig, CompilationMode
 from llm.config.engine import EngineArgs, ReasoningConfig, SpeculativeConfig
 from llm.engine.boundary import AttentionCost, LayerReport, ModelCost
 from llm.engine.request import Request
+from llm.engine.stats import EngineStats
 from llm.engine.step import Adapter, PoolingRow, RowImage, RowImages, RunnerOutput
 from llm.explain import Explanation, Part
 from llm.inputs import LoRARequest
@@ -59,7 +60,7 @@ class SentImage:
 
 
 @dataclass(frozen=True)
-class HandedRow:
+class SentRequest:
     """A request that a replica is to compute: new, or one that another replica has begun.
 
     Attributes:
@@ -85,7 +86,7 @@ class HandedRow:
     spans: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, request: Request) -> HandedRow:
+    def of(cls, request: Request) -> SentRequest:
         given = request.images
         images = () if given is None else given.images
         return cls(
@@ -150,7 +151,7 @@ class StepReport:
         started: request id -> its cached tokens, of those that a step computed first.
         computed: request id -> the tokens that are computed of it, of those whose prompt is not.
         ended: of those that have ended in this step.
-        tokens, drafted, accepted, seconds: as in `EngineStats`.
+        stats: its counts.
         kv_cache_used: as in `LLMStats`.
     """
 
@@ -158,10 +159,7 @@ class StepReport:
     started: dict[str, int] = field(default_factory=dict)
     computed: dict[str, int] = field(default_factory=dict)
     ended: dict[str, EndedRow] = field(default_factory=dict)
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    seconds: float = 0.0
+    stats: EngineStats = field(default_factory=EngineStats)
     kv_cache_used: float = 0.0
 
 
@@ -174,8 +172,8 @@ class StepError:
 
 
 @dataclass(frozen=True)
-class Question:
-    """A method of `Runner`, and its arguments."""
+class MethodCall:
+    """A call of a method of `Runner`."""
 
     number: int
     method: str
@@ -183,8 +181,8 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """`value`, or the error that the method raised, to the question of this number."""
+class MethodResult:
+    """`value`, or the error that the method raised, of the call of this number."""
 
     number: int
     value: object = None
@@ -209,10 +207,20 @@ def _names(kind: type[SamplingParams] | type[StructuredOutputsParams], *others: 
 
 SCHEMA = Schema(
     [
-        *(ReplicaArgs, ReplicaLoaded, SentImage, HandedRow, EndedRow, StepReport, StepError, Question, Answer),
+        *(
+            ReplicaArgs,
+            ReplicaLoaded,
+            SentImage,
+            SentRequest,
+            EndedRow,
+            StepReport,
+            StepError,
+            MethodCall,
+            MethodResult,
+        ),
         *(EngineArgs, CompilationConfig, CompilationMode, ReasoningConfig, SpeculativeConfig, PoolerConfig),
         *(PoolingRow, Adapter, LoRARequest, RunnerOutput, TokenLogprobs, RepetitionDetectionParams, RequestOutputKind),
-        *(Explanation, Part, ModelCost, AttentionCost, LayerReport),
+        *(Explanation, Part, ModelCost, AttentionCost, LayerReport, EngineStats),
     ],
     {
         # Without what is compiled of `structured_outputs`: a replica compiles it again.

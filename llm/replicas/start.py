@@ -16,7 +16,7 @@ from llm.engine.engine import Engine
 from llm.errors import LLMError, ValidationError, WorkerDiedError
 from llm.platforms import Platform
 from llm.replicas.engine import ReplicatedEngine
-from llm.replicas.places import Place
+from llm.replicas.placement import Placement
 from llm.replicas.processes import WAIT_SECONDS, Replicas
 from llm.replicas.runner import importable_name
 from llm.replicas.schema import SCHEMA, ReplicaArgs, ReplicaLoaded
@@ -37,7 +37,7 @@ def check_replicated(args: EngineArgs) -> None:
             raise ValidationError(f"{name} cannot be used with replicas: {why}.", parameter=name)
 
 
-def memory_of_one(platform: Platform, places: Sequence[Place], free: int) -> int:
+def memory_of_one(platform: Platform, places: Sequence[Placement], free: int) -> int:
     """Bytes that a replica plans with, of so many that are free: replicas on accelerators have a memory each."""
     return free // len(places) if platform.device_type == "cpu" else free
 
@@ -45,7 +45,7 @@ def memory_of_one(platform: Platform, places: Sequence[Place], free: int) -> int
 def start_replicas(
     args: EngineArgs,
     plan: RunnerPlan,
-    places: Sequence[Place],
+    places: Sequence[Placement],
     tokenizer: Tokenizer | None,
     eos_token_ids: frozenset[int],
 ) -> tuple[Engine, RunnerPlan, dict[str, float]]:
@@ -77,16 +77,16 @@ def _all_loaded(replicas: Replicas) -> list[ReplicaLoaded]:
         taken = replicas.take(WAIT_SECONDS, waiting)
         if taken is None:
             continue
-        number, told = taken
-        if isinstance(told, WorkerDiedError):
-            raise LLMError(f"the model cannot be loaded by every replica: {told}") from told
-        if not isinstance(told.body, ReplicaLoaded):
-            raise RuntimeError(f"replica {number} told {told.kind!r} before it was loaded")
-        found[number] = told.body
+        number, message = taken
+        if isinstance(message, WorkerDiedError):
+            raise LLMError(f"the model cannot be loaded by every replica: {message}") from message
+        if not isinstance(message.body, ReplicaLoaded):
+            raise RuntimeError(f"replica {number} sent {message.kind!r} before it was loaded")
+        found[number] = message.body
     return [found[number] for number in sorted(found)]
 
 
-def _args_of(args: EngineArgs, plan: RunnerPlan, place: Place) -> EngineArgs:
+def _args_of(args: EngineArgs, plan: RunnerPlan, place: Placement) -> EngineArgs:
     """The arguments of the replica at a place; raises `ValidationError` for one that is not plain data."""
     config = plan.config
     decided = replace(
@@ -117,7 +117,7 @@ def _args_of(args: EngineArgs, plan: RunnerPlan, place: Place) -> EngineArgs:
     return decided
 
 
-def _config_of(config: EngineConfig, loaded: Sequence[ReplicaLoaded], places: Sequence[Place]) -> EngineConfig:
+def _config_of(config: EngineConfig, loaded: Sequence[ReplicaLoaded], places: Sequence[Placement]) -> EngineConfig:
     """The config of one replica, and where all of them are."""
     first = loaded[0]
     fewest = min(loaded, key=lambda item: item.num_blocks)

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from time import perf_counter
 
 from llm.engine.engine import Engine
 from llm.engine.output import Completion
 from llm.engine.preprocess import Preprocessor
 from llm.engine.request import without_frames
 from llm.engine.scheduler import scheduler_maker
+from llm.engine.stats import EngineStats
 from llm.engine.step import RunnerOutput, SchedulerOutput
 from llm.replicas.schema import SCHEMA as SCHEMA
-from llm.replicas.schema import Answer, EndedRow, HandedRow, Question, ReplicaArgs, ReplicaLoaded, StepError, StepReport
+from llm.replicas.schema import (
+    EndedRow,
+    MethodCall,
+    MethodResult,
+    ReplicaArgs,
+    ReplicaLoaded,
+    SentRequest,
+    StepError,
+    StepReport,
+)
 from llm.sampling.logits_processors.pipeline import load_logits_processor
 from llm.setup.build import BuiltEngine, build_engine
 from llm.workers.connection import Connection
@@ -21,18 +30,17 @@ from llm.workers.messages import Message
 
 
 class ReplicaEngine(Engine):
-    """An engine that tells of each step, by `tell`."""
+    """An engine that reports each step by `send`."""
 
-    def __init__(self, built: BuiltEngine, tell: Callable[[StepReport], None]) -> None:
+    def __init__(self, built: BuiltEngine, send: Callable[[StepReport], None]) -> None:
         engine, config = built.engine, built.engine.config
         eos = engine.eos_token_ids
         super().__init__(config, scheduler_maker(built.plan), engine.runner, engine.tokenizer, eos)
         self._preprocessor = Preprocessor(config.model_config, engine.tokenizer, eos)
-        self._tell = tell
-        self._began = 0.0
+        self._send = send
         self._report = StepReport(RunnerOutput())
 
-    def take(self, row: HandedRow) -> None:
+    def take(self, row: SentRequest) -> None:
         """Queue a request."""
         params = row.params
         params.structure = params.inside = None
@@ -50,7 +58,6 @@ class ReplicaEngine(Engine):
         self.scheduler.abort(request_ids)
 
     def step(self) -> None:
-        self._began = perf_counter()
         self._report = StepReport(RunnerOutput())
         super().step()
 
@@ -67,9 +74,9 @@ class ReplicaEngine(Engine):
             request.num_preemptions, request.num_drafted_tokens, request.num_accepted_tokens
         )
 
-    def _count(self, plan: SchedulerOutput, result: RunnerOutput, accepted: int, seconds: float) -> None:
-        super()._count(plan, result, accepted, seconds)
+    def _count(self, plan: SchedulerOutput, result: RunnerOutput, accepted: int, seconds: float) -> EngineStats:
         report = self._report
+        report.stats = super()._count(plan, result, accepted, seconds)
         for request_id in plan.num_scheduled_tokens:
             if request_id in self._completions and request_id not in result.sampled_token_ids:
                 report.computed[request_id] = self._completions[request_id].request.num_computed_tokens
@@ -79,11 +86,9 @@ class ReplicaEngine(Engine):
             draft_token_ids={},
             errors={request_id: without_frames(error) for request_id, error in result.errors.items()},
         )
-        report.tokens = sum(plan.num_scheduled_tokens.values())
-        report.drafted, report.accepted = sum(map(len, plan.draft_token_ids.values())), accepted
-        report.seconds = perf_counter() - self._began
         report.kv_cache_used = self.gauges().kv_cache_used
-        self._tell(report)
+        self._send(report)
+        return report.stats
 
 
 class _Replica:
@@ -113,10 +118,10 @@ class _Replica:
         elif kind == "reset" and isinstance(body, int):
             self._reset = body
             self.engine.reset()
-        elif kind == "ask" and isinstance(body, Question):
-            self._connection.send("answer", self._answer(body))
+        elif kind == "call" and isinstance(body, MethodCall):
+            self._connection.send("result", self._call(body))
         else:
-            raise ValueError(f"a replica was told {kind!r}, which it does not know")
+            raise ValueError(f"a replica was sent {kind!r}, which it does not know")
 
     def step(self) -> None:
         try:
@@ -129,13 +134,13 @@ class _Replica:
     def fail(self, error: Exception) -> None:
         self._connection.send("error", StepError(self._reset, without_frames(error)))
 
-    def _answer(self, question: Question) -> Answer:
+    def _call(self, call: MethodCall) -> MethodResult:
         try:
-            return Answer(question.number, self._asked(question.method, question.args))
+            return MethodResult(call.number, self._result(call.method, call.args))
         except Exception as error:
-            return Answer(question.number, error=without_frames(error))
+            return MethodResult(call.number, error=without_frames(error))
 
-    def _asked(self, method: str, args: tuple[object, ...]) -> object:
+    def _result(self, method: str, args: tuple[object, ...]) -> object:
         if method == "reset_prefix_cache":
             self.engine.reset_prefix_cache()
             return None

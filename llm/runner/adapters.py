@@ -19,7 +19,7 @@ from llm.config.engine import LoRAConfig
 from llm.engine.step import Adapter
 from llm.errors import CheckpointError
 from llm.kernels.backend import Backend
-from llm.kernels.lora import LoraTerm, LoraTerms
+from llm.kernels.weight import LoraTerm, LoraTerms
 from llm.layers.linear import LinearBase
 from llm.layers.lora import AdapterRows, LayerAdapters
 from llm.layers.moe import FusedMoE

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from llm.inside.asked import Asked, Part
 from llm.inside.intervention import Change, Place
 from llm.inside.names import FINAL, LOGITS, Site
 from llm.inside.positions import wanted
+from llm.inside.request import InsideRequest, Part
 from llm.inside.sites import Hook, Take, final_sites, find_hooks
 from llm.models.decoder import DecoderForCausalLM, DecoderLayer
 from llm.runner.batch import InputBatch, StepInput
@@ -62,11 +62,11 @@ class ModelInside:
         work: dict[str, list[RowWork]] = {}
         first = 0
         for row, count in zip(step.rows.tolist(), step.counts.tolist(), strict=True):
-            asked: Asked | None = batch.params[row].inside
-            if asked is not None:
+            request: InsideRequest | None = batch.params[row].inside
+            if request is not None:
                 start = int(batch.num_computed[row])
                 at = np.arange(start, start + count)
-                for name, own in _row_work(asked, batch, row, first, at):
+                for name, own in _row_work(request, batch, row, first, at):
                     work.setdefault(name, []).append(own)
             first += count
         if not work:
@@ -107,10 +107,12 @@ class RowWork:
         return self.request_id, self.positions
 
 
-def _row_work(asked: Asked, batch: InputBatch, row: int, first: int, at: np.ndarray) -> Iterator[tuple[str, RowWork]]:
+def _row_work(
+    request: InsideRequest, batch: InputBatch, row: int, first: int, at: np.ndarray
+) -> Iterator[tuple[str, RowWork]]:
     """(site, work); sites of which the same is asked share theirs."""
     num_prompt = int(batch.num_prompt_tokens[row])
-    for names, positions, dtype, places in asked.alike:
+    for names, positions, dtype, places in request.alike:
         captured = np.logical_or.reduce([np.zeros(len(at), bool), *(wanted(own, at, num_prompt) for own in positions)])
         changes = [(wanted(where, at, num_prompt), change) for where, change in places]
         any_of = np.logical_or.reduce([captured, *(mask for mask, _ in changes)])

@@ -1,10 +1,9 @@
 """What a step's logit rows give: sampled tokens, accepted drafts, logprobs of prompt tokens.
 
-The token sampled at a position depends on the row's logits, its parameters and (seed, position)
-alone. So the token that a row would sample without drafts is known, and a draft is right if it equals that token: no
-rejection sampling, and the same distribution and bits as without drafts. A row takes the sampled token of each of its
-logit rows, up to and including the first that differs from the draft. The logits of later logit rows followed a wrong
-token.
+The token sampled at a position depends on the row's logits, its parameters and (seed, position) alone. So
+the token that a row would sample without drafts is known, and a draft is right if it equals that token: no rejection
+sampling, and the same distribution and bits as without drafts. A row takes the sampled token of each of its logit rows,
+up to and including the first that differs from the draft. The logits of later logit rows followed a wrong token.
 
 Logits processors see the output tokens up to their logit row. So logit rows are sampled in rounds: the first logit row
 of every row, then the second logit row of the rows whose first draft was right, and so on. Between rounds the accepted
@@ -29,7 +28,7 @@ from llm.kernels.backend import Backend
 from llm.runner.batch import Drafts, InputBatch, LogitRows
 from llm.runner.recorded import Scores
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
-from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, select_lines
+from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, select_logit_rows
 from llm.sampling.sampler import Pending, Sampler, SamplerOutput
 
 _MANY = 2**31  # more logprobs than any vocabulary has tokens
@@ -60,7 +59,7 @@ class LogitRowReader:
     Attributes:
         batch: sampled tokens are appended to its rows.
         compute_logits: hidden states [L, H] and their batch rows -> float32 [L, vocab].
-        lines_at_once: most logit rows whose logits may be in memory at once.
+        logit_rows_at_once: most logit rows whose logits may be in memory at once.
         scores: hidden states -> the same logits if the step was recorded, else None.
         backend: uploads and downloads; a sampler that is being timed is a plain function.
     """
@@ -226,24 +225,24 @@ class LogitRowReader:
             logits = self.compute_logits(hidden[part], rows[part])
             chosen = self.backend.upload(tokens[part])
             found += self.sampler.gather_logprobs(logits, chosen, counts[part], {})
-            asked = self._asked_of_prompts(rows[part], positions[part])
-            if asked:
-                lines = np.array(list(asked))
-                known = {index: [max(token, 0) for token in ids] for index, ids in enumerate(asked.values())}
-                own_tokens = select_lines(chosen, lines, self.backend)
+            requested = self._prompt_logprob_token_ids(rows[part], positions[part])
+            if requested:
+                logit_rows = np.array(list(requested))
+                known = {index: [max(token, 0) for token in ids] for index, ids in enumerate(requested.values())}
+                own_tokens = select_logit_rows(chosen, logit_rows, self.backend)
                 gathered = self.sampler.gather_logprobs(
-                    select_lines(logits, lines, self.backend),
-                    *(own_tokens, np.zeros(len(lines), dtype=np.int64), known),
+                    select_logit_rows(logits, logit_rows, self.backend),
+                    *(own_tokens, np.zeros(len(logit_rows), dtype=np.int64), known),
                 )
-                for (line, ids), own in zip(asked.items(), gathered, strict=True):
+                for (logit_row, ids), own in zip(requested.items(), gathered, strict=True):
                     values = zip(ids, own.logprobs[1:], strict=True)
-                    scores[start + line] = [value if token >= 0 else -math.inf for token, value in values]
+                    scores[start + logit_row] = [value if token >= 0 else -math.inf for token, value in values]
         for row, logprobs in zip(rows.tolist(), found, strict=True):
             result.prompt_logprobs.setdefault(batch.request_ids[row], []).append(logprobs)
-        for index, of_line in scores.items():
-            result.prompt_scores.setdefault(batch.request_ids[rows[index]], []).append(of_line)
+        for index, of_logit_row in scores.items():
+            result.prompt_scores.setdefault(batch.request_ids[rows[index]], []).append(of_logit_row)
 
-    def _asked_of_prompts(self, rows: np.ndarray, positions: np.ndarray) -> dict[int, list[int]]:
+    def _prompt_logprob_token_ids(self, rows: np.ndarray, positions: np.ndarray) -> dict[int, list[int]]:
         """Logit row -> its `prompt_logprob_token_ids`, as long as the longest."""
         found = {}
         for index, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
@@ -256,7 +255,7 @@ class LogitRowReader:
 
 def _of_logit_rows(tensor: torch.Tensor, logit_rows: np.ndarray) -> torch.Tensor:
     """These logit rows of a tensor; a single one without a copy, as no logit row is read twice."""
-    return tensor[logit_rows[0] : logit_rows[0] + 1] if len(logit_rows) == 1 else select_lines(tensor, logit_rows)
+    return tensor[logit_rows[0] : logit_rows[0] + 1] if len(logit_rows) == 1 else select_logit_rows(tensor, logit_rows)
 
 
 def _drafts_from(rows: np.ndarray, drafts: Drafts, current: np.ndarray) -> dict[int, list[int]]:

@@ -638,7 +638,7 @@ class ModelRunner:
         whole = self.plan.config.quant_config
         quant_config = whole.of_tower if isinstance(whole, OnlineConfig) else None
         with serial_pytorch(), library_defaults(self.plan.config.num_threads), torch.inference_mode(False):
-            with constructing(self.plan, self.platform), _told_of_memory():
+            with constructing(self.plan, self.platform), _explain_memory_errors():
                 tower = VisionTower(self.plan.hf_config, self.plan.config.model_config.weight_dtype, quant_config)
             try:
                 tensors = TowerTensors(self.plan.source.tensors(), tower)
@@ -809,7 +809,7 @@ def build_model(
         quant_config.apply_mapper(lambda name: stored_name(name, renames, modules))
         if plan.has_weights:
             quant_config.describe_tensors({name: info.shape for name, info in plan.source.tensors().tensors.items()})
-    with constructing(plan, platform, file), _told_of_memory():
+    with constructing(plan, platform, file), _explain_memory_errors():
         if quant_config is not None:
             with torch.device("meta"):
                 quant_config.share_bits(lambda: plan.model_class(plan.architecture, plan.build_options(SINGLE)))
@@ -841,7 +841,7 @@ def fill_model(
         if not plan.has_weights:
             if file is None:
                 _check_dummy_weights_fit(model, platform.memory_free())
-            with _told_of_memory():
+            with _explain_memory_errors():
                 load_dummy_weights(model, plan.config.model_config.seed, pack_early=packs_early)
             return {}
         tensors = plan.source.tensors()
@@ -862,7 +862,7 @@ def fill_model(
 
 
 @contextmanager
-def _told_of_memory() -> Iterator[None]:
+def _explain_memory_errors() -> Iterator[None]:
     """Turn PyTorch's failed allocations, which are plain RuntimeErrors, into ours."""
     try:
         yield

@@ -1,7 +1,7 @@
 """Random draws by inverting the cumulative distribution.
 
-The token of a line depends on that line alone, bit for bit: every sum runs in one order, over blocks of fixed width or
-over the line's own candidates.
+The token of a logit row depends on that row alone, bit for bit: every sum runs in one order, over blocks of fixed width
+or over the row's own candidates.
 
 A draw is a pure function of (logits, parameters, one uniform number).
 """
@@ -17,17 +17,17 @@ import torch
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import REFERENCE
 from llm.kernels.reference.vocabulary import draw_in_order
-from llm.sampling.logprobs import select_lines
+from llm.sampling.logprobs import select_logit_rows
 
 # Tokens of the vocabulary that are summed as one block.
 _BLOCK = 512
-# Up to this top_k the top tokens are selected for all lines at once; above it, line by line.
+# Up to this top_k the top tokens are selected for all logit rows at once; above it, one by one.
 _TOPK_LIMIT = 1024
 
 
 @dataclass
 class Draws:
-    """`tokens` int64 [n]; `kept`: line -> the ids it drew among, for the `wanted` lines."""
+    """`tokens` int64 [n]; `kept`: logit row -> the ids it drew among, for the `wanted` logit rows."""
 
     tokens: np.ndarray
     kept: dict[int, np.ndarray]
@@ -44,14 +44,14 @@ def draw_rows(
 ) -> Draws:
     """Draw from softmax(logits) cut to the top_k likeliest tokens, then to the fewest of those whose mass is top_p.
 
-    Ties are broken by the lower token id. Each kind of cut is a separate pass, so the arithmetic of a line does not
-    depend on how other lines are cut.
+    Ties are broken by the lower token id. Each kind of cut is a separate pass, so the arithmetic of a logit row does
+    not depend on how others are cut.
 
     Args:
-        logits: float32 [n, vocab], temperature applied; every line has a token above -inf and no NaN.
-        largest: float32 [n], the largest logit of each line.
+        logits: float32 [n, vocab], temperature applied; every logit row has a token above -inf and no NaN.
+        largest: float32 [n], the largest logit of each logit row.
         top_k: int64 [n], 0 for all.  top_p: float64 [n].  uniform: float64 [n] in [0, 1).
-        wanted: the lines whose `Draws.kept` is needed.
+        wanted: the logit rows whose `Draws.kept` is needed.
         backend: what computes it.
     """
     logits, largest = _without_infinity(logits, largest)
@@ -63,26 +63,26 @@ def draw_rows(
     draws = Draws(np.empty(len(top_k), dtype=np.int64), {})
     every = ~cut_k & ~nucleus
     for chosen, draw in ((few, _draw_few), (many, _draw_many), (nucleus, _draw_nucleus), (every, _draw_any)):
-        lines = np.flatnonzero(chosen)
-        if not len(lines):
+        logit_rows = np.flatnonzero(chosen)
+        if not len(logit_rows):
             continue
         rows = _Rows(
-            select_lines(logits, lines, backend),
-            select_lines(largest, lines, backend),
-            top_k[lines],
-            top_p[lines],
-            uniform[lines],
+            select_logit_rows(logits, logit_rows, backend),
+            select_logit_rows(largest, logit_rows, backend),
+            top_k[logit_rows],
+            top_p[logit_rows],
+            uniform[logit_rows],
         )
-        keep = [index for index, line in enumerate(lines.tolist()) if line in wanted]
+        keep = [index for index, logit_row in enumerate(logit_rows.tolist()) if logit_row in wanted]
         tokens, kept = draw(rows, keep, backend)
-        draws.tokens[lines] = tokens
-        draws.kept.update({int(lines[index]): ids for index, ids in kept.items()})
+        draws.tokens[logit_rows] = tokens
+        draws.kept.update({int(logit_rows[index]): ids for index, ids in kept.items()})
     return draws
 
 
 @dataclass
 class _Rows:
-    """The arguments of `draw_rows` for some of its lines."""
+    """The arguments of `draw_rows` for some of its logit rows."""
 
     logits: torch.Tensor
     largest: torch.Tensor
@@ -95,7 +95,7 @@ Drawn = tuple[np.ndarray, dict[int, np.ndarray]]
 
 
 def _draw_few(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
-    """Lines with a small top_k: one selection for all of them."""
+    """Logit rows with a small top_k: one selection for all of them."""
     likeliest, all_ids = backend.ops.top_k(rows.logits, int(rows.top_k.max()))
     values, ids = likeliest.cpu().numpy(), all_ids.cpu().numpy()
     weights = np.exp((values - values[:, :1]).astype(np.float64))
@@ -111,18 +111,18 @@ def _draw_few(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
 
 
 def _draw_many(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
-    """Lines with a large top_k, one by one; candidates are in order of id."""
+    """Logit rows with a large top_k, one by one; candidates are in order of id."""
     weights = (rows.logits - rows.largest.unsqueeze(1)).exp_()
     tokens = np.empty(len(weights), dtype=np.int64)
     kept = {}
-    for line in range(len(weights)):
-        values, own = rows.logits[line].cpu().numpy(), weights[line].cpu().numpy()
-        ids = _largest(values, own, int(rows.top_k[line]), float(rows.top_p[line]))
+    for logit_row in range(len(weights)):
+        values, own = rows.logits[logit_row].cpu().numpy(), weights[logit_row].cpu().numpy()
+        ids = _largest(values, own, int(rows.top_k[logit_row]), float(rows.top_p[logit_row]))
         cumulative = np.cumsum(own[ids], dtype=np.float64)
-        picked = int(np.searchsorted(cumulative, rows.uniform[line] * cumulative[-1], side="right"))
-        tokens[line] = ids[min(picked, len(ids) - 1)]
-        if line in keep:
-            kept[line] = ids
+        picked = int(np.searchsorted(cumulative, rows.uniform[logit_row] * cumulative[-1], side="right"))
+        tokens[logit_row] = ids[min(picked, len(ids) - 1)]
+        if logit_row in keep:
+            kept[logit_row] = ids
     return tokens, kept
 
 
@@ -141,19 +141,19 @@ def _largest(values: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) 
 
 
 def _draw_nucleus(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
-    """Lines with top_p and no top_k: all at once."""
+    """Logit rows with top_p and no top_k: all at once."""
     numbers = (backend.upload(array) for array in (rows.top_p, rows.uniform))
     tokens, edges = (found.cpu().numpy() for found in backend.ops.draw_nucleus(rows.logits, rows.largest, *numbers))
     kept = {}
-    for line in keep:
-        values, edge = rows.logits[line].cpu().numpy(), edges[line]
+    for logit_row in keep:
+        values, edge = rows.logits[logit_row].cpu().numpy(), edges[logit_row]
         equal = np.flatnonzero(values == values[edge])
-        kept[line] = np.sort(np.concatenate((np.flatnonzero(values > values[edge]), equal[equal <= edge])))
+        kept[logit_row] = np.sort(np.concatenate((np.flatnonzero(values > values[edge]), equal[equal <= edge])))
     return tokens, kept
 
 
 def _draw_any(rows: _Rows, keep: list[int], backend: Backend) -> Drawn:
-    """Lines without a cut: draw the block, then the token within it."""
+    """Logit rows without a cut: draw the block, then the token within it."""
     vocab = rows.logits.shape[1]
     by_block = _cumulative_blocks(rows, backend)
     target = rows.uniform * by_block[:, -1]
@@ -178,7 +178,7 @@ def _cumulative_blocks(rows: _Rows, backend: Backend) -> np.ndarray:
 
 
 def _without_infinity(logits: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lines with +inf draw among those tokens alone: a logits processor forces a token that way."""
+    """Logit rows with +inf draw among those tokens alone: a logits processor forces a token that way."""
     infinite = largest == math.inf
     if not infinite.any():
         return logits, largest
@@ -198,8 +198,8 @@ def draw_on_device(
     """`draw_rows` on a device, which the host does not wait for: the same cuts, in the same order, of the same sums.
 
     Returns:
-        int64 [n], the tokens; of a line without a token, or with a NaN, some id. bool [n, vocab], the ids that were
-        drawn among; None unless `keeps`.
+        int64 [n], the tokens; of a logit row without a token, or with a NaN, some id. bool [n, vocab], the ids that
+        were drawn among; None unless `keeps`.
     """
     infinite = (largest == math.inf)[:, None]
     logits = torch.where(infinite, torch.where(logits == math.inf, 0.0, -math.inf), logits)
@@ -210,14 +210,14 @@ def draw_on_device(
     kinds = cut_k, ~cut_k & (top_p < 1.0), ~cut_k & (top_p >= 1.0)
     tokens = torch.zeros_like(largest, dtype=torch.int64)
     kept = torch.zeros_like(logits, dtype=torch.bool) if keeps else None
-    for lines, draw in zip(map(np.flatnonzero, kinds), (_draw_top, _draw_share, _draw_all), strict=True):
-        if not len(lines):
+    for logit_rows, draw in zip(map(np.flatnonzero, kinds), (_draw_top, _draw_share, _draw_all), strict=True):
+        if not len(logit_rows):
             continue
-        own, highest = (select_lines(part, lines, backend) for part in (logits, largest))
-        shares, numbers = (backend.upload(part[lines].astype(wide)) for part in (top_p, uniform))
-        cuts = backend.upload(top_k[lines]), shares, numbers, int(top_k[lines].max())
+        own, highest = (select_logit_rows(part, logit_rows, backend) for part in (logits, largest))
+        shares, numbers = (backend.upload(part[logit_rows].astype(wide)) for part in (top_p, uniform))
+        cuts = backend.upload(top_k[logit_rows]), shares, numbers, int(top_k[logit_rows].max())
         found, mask = draw(own, highest, *cuts, backend)
-        place = backend.upload(lines)
+        place = backend.upload(logit_rows)
         tokens.index_copy_(0, place, found)
         if kept is not None:
             kept.index_copy_(0, place, mask)
@@ -233,7 +233,7 @@ def _draw_top(
     most: int,
     backend: Backend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lines with a top_k. Up to `_TOPK_LIMIT` candidates are in order of likelihood, more of them in order of id."""
+    """Logit rows with a top_k. Up to `_TOPK_LIMIT` candidates are in order of likelihood, more in order of id."""
     values, ids = backend.ops.top_k(logits, most)
     rank = torch.arange(most, device=logits.device)
     weights = (values - values[:, :1]).to(uniform.dtype).exp()
@@ -258,7 +258,7 @@ def _draw_share(
     most: int,
     backend: Backend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lines with top_p and no top_k."""
+    """Logit rows with top_p and no top_k."""
     tokens, edges = backend.ops.draw_nucleus(logits, largest, top_p, uniform)
     edge = logits.gather(1, edges[:, None])
     before = torch.arange(logits.shape[1], device=logits.device) <= edges[:, None]
@@ -274,7 +274,7 @@ def _draw_all(
     most: int,
     backend: Backend,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lines without a cut."""
+    """Logit rows without a cut."""
     mass = (logits - largest[:, None]).exp_().to(uniform.dtype)
     return draw_in_order(mass, uniform), torch.ones_like(logits, dtype=torch.bool)
 

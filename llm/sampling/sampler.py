@@ -1,21 +1,21 @@
-"""The sampler: from raw logits to one token per line, and the requested logprobs.
+"""The sampler: from rows of logits to a token each, and the requested logprobs.
 
-A line is one row of the logits; it belongs to one batch row. The steps, in vLLM V1's order:
+A logit row belongs to one batch row, which has several of them with drafts. The steps, in vLLM V1's order:
  1. logits in float32;
  2. the grammar's mask (structured outputs);
- 3. raw logprobs, or raw logits, for the lines that requested logprobs;
+ 3. raw logprobs, or raw logits, for the logit rows that requested logprobs;
  4. `allowed_token_ids`;  5. `bad_words`;
  6. processors that may change the argmax: min_tokens, logit_bias, custom ones, then the request's own;
  7. penalties: repetition, frequency, presence; then `thinking_token_budget`;
- 8. greedy lines take the argmax and are done;
+ 8. greedy logit rows take the argmax and are done;
  9. temperature;
 10. argmax-invariant processors: min_p, then custom ones;
 11. top_k, ties broken by the lower id;  12. top_p on what is left;
 13. draw, inverting the cumulative distribution at one uniform number keyed by (seed, sample index, position);
 14. gather the logprobs and ranks of the sampled token and the top tokens.
 
-"Processed" logprobs are those after step 7 for a greedy line and after step 12 for a random one. A line's logprobs do
-not depend on other lines. A request ends with an error if steps 2 to 7, or 10, leave it no token (every logit is -inf,
+"Processed" logprobs are those after step 7 for a greedy logit row and after step 12 for a random one. They do not
+depend on other logit rows. A request ends with an error if steps 2 to 7, or 10, leave it no token (every logit is -inf,
 or one is NaN), or if its own processor raised.
 """
 
@@ -40,7 +40,7 @@ from llm.sampling.logprobs import (
     compute_logprobs,
     gather_logprobs,
     read_logprobs,
-    select_lines,
+    select_logit_rows,
 )
 from llm.sampling_params import MIN_TEMPERATURE, SamplingParams
 
@@ -57,7 +57,7 @@ class SamplingRows:
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.sample_index = np.zeros(max_num_seqs, dtype=np.int64)
         self.logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
-        # Batch rows that draw or want logprobs; of the others the argmax is all that is asked.
+        # Batch rows that draw or want logprobs; the others need the argmax alone.
         self.demanding: set[int] = set()
         # batch row -> `logprob_token_ids`, for rows that set them.
         self.logprob_token_ids: dict[int, list[int]] = {}
@@ -100,7 +100,7 @@ class SamplingRows:
 
 @dataclass
 class SamplerOutput:
-    """`tokens` int64 [L]; `logprobs`: line -> the logprobs it requested; `errors`: line -> why it has no token."""
+    """`tokens` int64 [L]; `logprobs`: logit row -> those it requested; `errors`: logit row -> why it has no token."""
 
     tokens: torch.Tensor
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
@@ -127,9 +127,9 @@ class Sampler:
         self.gather_logprobs = partial(gather_logprobs, normalise=logprobs_mode.endswith("logprobs"), backend=backend)
 
     def likeliest(self, largest: torch.Tensor, tokens: torch.Tensor, params: SamplingRows) -> list[int] | None:
-        """The tokens of lines without active processors whose `argmax` is known, if no batch row asks for more.
+        """The tokens of logit rows without active processors whose `argmax` is known, if no batch row needs more.
 
-        None: a row does, or a line has no token.
+        None: a row does, or a logit row has no token.
         """
         if params.demanding:
             return None
@@ -145,12 +145,12 @@ class Sampler:
         processors: LogitsProcessors | None = None,
         batch_size: int = 0,
     ) -> SamplerOutput:
-        """Draw one token per line.
+        """Draw one token per logit row.
 
         Args:
             logits: float [L, vocab]; may be overwritten.
             params: of all batch rows.
-            rows: int64 [L], the batch row of each line; increasing if processors are given.
+            rows: int64 [L], the batch row of each logit row; increasing if processors are given.
             outputs: int64 [L], number of tokens that the row has generated so far.
             processors: None if all are idle.
             batch_size: number of batch rows, for the processors.
@@ -159,7 +159,7 @@ class Sampler:
             pending = self.start(logits, params, rows, outputs, processors, batch_size)
             return pending.finish(self.backend.download(*pending.tensors))
         step = _Step(self, params, rows, outputs, processors, batch_size)
-        return step.run(logits.float())
+        return self.final(step.run(logits.float()), outputs)
 
     def start(
         self,
@@ -171,7 +171,12 @@ class Sampler:
         batch_size: int = 0,
     ) -> Pending:
         """The same on a device, which nobody waits for."""
-        return _DeviceStep(self, params, rows, outputs, processors, batch_size).start(logits.float())
+        pending = _DeviceStep(self, params, rows, outputs, processors, batch_size).start(logits.float())
+        return Pending(pending.tensors, lambda arrays: self.final(pending.finish(arrays), outputs))
+
+    def final(self, found: SamplerOutput, outputs: np.ndarray) -> SamplerOutput:
+        """What the sampler gives of a step's output; `outputs` as in `__call__`."""
+        return found
 
 
 @dataclass
@@ -179,7 +184,7 @@ class _Step:
     """One call of the sampler.
 
     Attributes:
-        reported: (lines, logits [lines, vocab] to take logprobs of), for the lines that requested logprobs.
+        reported: (logit rows, logits [logit rows, vocab] to take logprobs of), for those that requested logprobs.
     """
 
     sampler: Sampler
@@ -200,23 +205,23 @@ class _Step:
     def _processed(
         self, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
-        """Steps 1 to 8: (logits, the largest and their tokens, lines to draw, those with processed logprobs)."""
+        """Steps 1 to 8: (logits, the largest and their tokens, logit rows to draw, those with processed logprobs)."""
         temperature = self.params.temperature[self.rows]
-        asks = self.params.logprobs[self.rows] != NO_LOGPROBS
+        wants_logprobs = self.params.logprobs[self.rows] != NO_LOGPROBS
         raw = self.sampler.logprobs_mode.startswith("raw")
         random = np.flatnonzero(temperature > 0)
         logits = self._apply("grammar", logits)
         if raw:
-            self._report(np.flatnonzero(asks), logits, len(random) > 0 or self.processors is not None)
+            self._report(np.flatnonzero(wants_logprobs), logits, len(random) > 0 or self.processors is not None)
         logits = self._apply("non_argmax_invariant", logits)
         largest, tokens = self._argmax(logits)
         if not raw:
-            self._report(np.flatnonzero(asks & (temperature == 0)), logits, len(random) > 0)
-        wanted = random[:0] if raw else np.flatnonzero(asks & (temperature > 0))
+            self._report(np.flatnonzero(wants_logprobs & (temperature == 0)), logits, len(random) > 0)
+        wanted = random[:0] if raw else np.flatnonzero(wants_logprobs & (temperature > 0))
         return logits, largest, tokens, random, wanted
 
     def _draws_of(self, random: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """top_k, top_p and the uniform numbers of these lines."""
+        """top_k, top_p and the uniform numbers of these logit rows."""
         rows = self.rows[random]
         numbers = uniform(self.params.seed[rows], self.params.sample_index[rows], self.outputs[random])
         return self.params.top_k[rows], self.params.top_p[rows], numbers
@@ -224,7 +229,7 @@ class _Step:
     def _draw(
         self, logits: torch.Tensor, largest: torch.Tensor, random: np.ndarray, tokens: torch.Tensor, wanted: np.ndarray
     ) -> None:
-        """Steps 9 to 13 for the lines of `random`; writes their tokens into `tokens`."""
+        """Steps 9 to 13 for the logit rows of `random`; writes their tokens into `tokens`."""
         logits, largest, random = self._warm(logits, largest, random)
         if not len(random):
             return
@@ -240,11 +245,11 @@ class _Step:
     def _warm(
         self, logits: torch.Tensor, largest: torch.Tensor, random: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """Steps 9 and 10: (logits, largest logits, lines) of the lines of `random` that have a token left."""
+        """Steps 9 and 10: (logits, largest logits, logit rows) of the logit rows of `random` that have a token left."""
         late = self.processors is not None and any(not item.is_idle() for item in self.processors.argmax_invariant)
         if not late:
             random = self._without_errors(random)
-            logits, largest = self._lines(logits, random), self._lines(largest, random)
+            logits, largest = self._select(logits, random), self._select(largest, random)
         temperature = self.params.temperature[self.rows if late else self.rows[random]]
         divisor = self.sampler.backend.upload(np.where(temperature > 0, temperature, np.float32(1.0)))
         logits = logits.div_(divisor.unsqueeze(1))
@@ -254,13 +259,17 @@ class _Step:
         logits = self._apply("argmax_invariant", logits)
         largest, _ = self._argmax(logits)
         random = self._without_errors(random)
-        return self._lines(logits, random), self._lines(largest, random), random
+        return self._select(logits, random), self._select(largest, random), random
 
-    def _lines(self, tensor: torch.Tensor, lines: np.ndarray) -> torch.Tensor:
-        return select_lines(tensor, lines, self.sampler.backend)
+    def _select(self, tensor: torch.Tensor, logit_rows: np.ndarray) -> torch.Tensor:
+        return select_logit_rows(tensor, logit_rows, self.sampler.backend)
 
-    def _without_errors(self, lines: np.ndarray) -> np.ndarray:
-        return lines if not self.errors else lines[[line not in self.errors for line in lines.tolist()]]
+    def _without_errors(self, logit_rows: np.ndarray) -> np.ndarray:
+        return (
+            logit_rows
+            if not self.errors
+            else logit_rows[[logit_row not in self.errors for logit_row in logit_rows.tolist()]]
+        )
 
     def _apply(self, stage: str, logits: torch.Tensor) -> torch.Tensor:
         processors = self.processors
@@ -269,38 +278,40 @@ class _Step:
         return processors.apply(getattr(processors, stage), logits, self.rows, self.batch_size, self.errors)
 
     def _argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(largest logit, its token) of each line; lines without a token are recorded in `errors`."""
+        """(largest logit, its token) of each logit row; logit rows without a token are recorded in `errors`."""
         largest, tokens = self.sampler.backend.ops.argmax(logits)
         self._check(largest.tolist())
         return largest, tokens
 
     def _check(self, largest: list[float]) -> None:
-        for line, value in enumerate(largest):
+        for logit_row, value in enumerate(largest):
             if not value > -math.inf:
-                self.errors.setdefault(line, SamplingError(_NAN if math.isnan(value) else _ALL_BARRED))
+                self.errors.setdefault(logit_row, SamplingError(_NAN if math.isnan(value) else _ALL_BARRED))
 
-    def _report(self, lines: np.ndarray, logits: torch.Tensor, overwritten: bool) -> None:
+    def _report(self, logit_rows: np.ndarray, logits: torch.Tensor, overwritten: bool) -> None:
         """Record logits to take logprobs of. `overwritten`: True if later steps may overwrite `logits`."""
-        if not len(lines):
+        if not len(logit_rows):
             return
-        own = self._lines(logits, lines)
-        self.reported.append((lines, own.clone() if overwritten and own is logits else own))
+        own = self._select(logits, logit_rows)
+        self.reported.append((logit_rows, own.clone() if overwritten and own is logits else own))
 
     def _gather(self, tokens: torch.Tensor) -> dict[int, TokenLogprobs]:
         gathered: dict[int, TokenLogprobs] = {}
-        for lines, logits in self.reported:
-            own = self.sampler.gather_logprobs(logits, *self._asked(tokens, lines))
-            gathered.update(zip(lines.tolist(), own, strict=True))
+        for logit_rows, logits in self.reported:
+            own = self.sampler.gather_logprobs(logits, *self._requested(tokens, logit_rows))
+            gathered.update(zip(logit_rows.tolist(), own, strict=True))
         return self._good(gathered)
 
-    def _asked(self, tokens: torch.Tensor, lines: np.ndarray) -> tuple[torch.Tensor, np.ndarray, dict[int, list[int]]]:
-        """Of these lines: tokens, numbers of top logprobs, and index -> the ids whose logprobs are asked for."""
-        rows, ids_of = self.rows[lines], self.params.logprob_token_ids
-        asked = {index: ids_of[row] for index, row in enumerate(rows.tolist()) if row in ids_of}
-        return self._lines(tokens, lines), self.params.logprobs[rows], asked
+    def _requested(
+        self, tokens: torch.Tensor, logit_rows: np.ndarray
+    ) -> tuple[torch.Tensor, np.ndarray, dict[int, list[int]]]:
+        """Of these logit rows: tokens, numbers of top logprobs, and index -> the ids whose logprobs are requested."""
+        rows, ids_of = self.rows[logit_rows], self.params.logprob_token_ids
+        requested = {index: ids_of[row] for index, row in enumerate(rows.tolist()) if row in ids_of}
+        return self._select(tokens, logit_rows), self.params.logprobs[rows], requested
 
     def _good(self, gathered: dict[int, TokenLogprobs]) -> dict[int, TokenLogprobs]:
-        return {line: own for line, own in gathered.items() if line not in self.errors}
+        return {logit_row: own for logit_row, own in gathered.items() if logit_row not in self.errors}
 
 
 @dataclass
@@ -308,7 +319,7 @@ class _DeviceStep(_Step):
     """The same steps, queued on a device: what they give is read once, when all of it is known.
 
     Attributes:
-        checked: largest logits [L], of lines that have an error if they have no token.
+        checked: largest logits [L], of logit rows that have an error if they have no token.
     """
 
     checked: list[torch.Tensor] = field(default_factory=list)
@@ -319,8 +330,8 @@ class _DeviceStep(_Step):
             tokens = self._drawn(logits, largest, random, tokens, wanted)
         backend, normalise = self.sampler.backend, self.sampler.logprobs_mode.endswith("logprobs")
         computed = [
-            (lines, compute_logprobs(own, *self._asked(tokens, lines), normalise, backend))
-            for lines, own in self.reported
+            (logit_rows, compute_logprobs(own, *self._requested(tokens, logit_rows), normalise, backend))
+            for logit_rows, own in self.reported
         ]
         gathered = [tensor for _, parts in computed for part in parts for tensor in part.tensors]
 
@@ -329,9 +340,11 @@ class _DeviceStep(_Step):
             for values in arrays[1:start]:
                 self._check(values.tolist())
             logprobs: dict[int, TokenLogprobs] = {}
-            for lines, parts in computed:
+            for logit_rows, parts in computed:
                 end = start + 3 * len(parts)
-                logprobs.update(zip(lines.tolist(), read_logprobs(len(lines), parts, arrays[start:end]), strict=True))
+                logprobs.update(
+                    zip(logit_rows.tolist(), read_logprobs(len(logit_rows), parts, arrays[start:end]), strict=True)
+                )
                 start = end
             return SamplerOutput(torch.from_numpy(arrays[0]), self._good(logprobs), self.errors)
 
@@ -345,7 +358,7 @@ class _DeviceStep(_Step):
     def _drawn(
         self, logits: torch.Tensor, largest: torch.Tensor, random: np.ndarray, tokens: torch.Tensor, wanted: np.ndarray
     ) -> torch.Tensor:
-        """Steps 9 to 13: the tokens, with those of the lines of `random`. `wanted`: those that have processed
+        """Steps 9 to 13: the tokens, with those of the logit rows of `random`. `wanted`: those that have processed
         logprobs."""
         backend = self.sampler.backend
         logits, largest, random = self._warm(logits, largest, random)
@@ -353,12 +366,12 @@ class _DeviceStep(_Step):
         drawn, kept = draw_on_device(logits, largest, *self._draws_of(random), len(wanted) > 0, backend)
         if kept is not None:
             among = logits.masked_fill(~kept, -math.inf)
-            self.reported.append((random[wanted], self._lines(among, wanted)))
+            self.reported.append((random[wanted], self._select(among, wanted)))
         return tokens.index_copy(0, backend.upload(random), drawn)
 
 
-def _index(lines: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(lines).to(like.device)
+def _index(logit_rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(logit_rows).to(like.device)
 
 
 _ALL_BARRED = "no token is left to draw: the parameters or processors of this request give every token a logit of -inf."
@@ -375,29 +388,5 @@ class ForcedSampler(Sampler):
     def likeliest(self, largest: torch.Tensor, tokens: torch.Tensor, params: SamplingRows) -> None:
         """None: tokens are replaced."""
 
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        params: SamplingRows,
-        rows: np.ndarray,
-        outputs: np.ndarray,
-        processors: LogitsProcessors | None = None,
-        batch_size: int = 0,
-    ) -> SamplerOutput:
-        found = super().__call__(logits, params, rows, outputs, processors, batch_size)
-        return found if not self.backend.shares_host_memory else self._forced(found, outputs)
-
-    def start(
-        self,
-        logits: torch.Tensor,
-        params: SamplingRows,
-        rows: np.ndarray,
-        outputs: np.ndarray,
-        processors: LogitsProcessors | None = None,
-        batch_size: int = 0,
-    ) -> Pending:
-        pending = super().start(logits, params, rows, outputs, processors, batch_size)
-        return Pending(pending.tensors, lambda arrays: self._forced(pending.finish(arrays), outputs))
-
-    def _forced(self, found: SamplerOutput, outputs: np.ndarray) -> SamplerOutput:
+    def final(self, found: SamplerOutput, outputs: np.ndarray) -> SamplerOutput:
         return replace(found, tokens=torch.from_numpy(self._answer[np.minimum(outputs, len(self._answer) - 1)]))

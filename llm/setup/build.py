@@ -15,10 +15,10 @@ from llm.errors import ValidationError
 from llm.kernels.select import backend_for
 from llm.layers.parallel import TensorParallel
 from llm.platforms import Platform, select_platform
-from llm.platforms.limits import told_of_memory
+from llm.platforms.limits import explain_memory_errors
 from llm.plugins import load_class, load_general_plugins
 from llm.quantization.on_load import OnlineConfig
-from llm.replicas.places import places_of
+from llm.replicas.placement import placements
 from llm.replicas.start import check_replicated, memory_of_one, start_replicas
 from llm.runner.model_runner import ModelRunner
 from llm.sampling.logits_processors.pipeline import load_logits_processors
@@ -62,11 +62,11 @@ class BuiltEngine:
 
 @without_broken_platforms
 @library_defaults()
-@told_of_memory("load the model")
+@explain_memory_errors("load the model")
 def build_engine(args: EngineArgs) -> BuiltEngine:
     """Build and load; raises the errors of `llm.errors`, before memory is allocated if possible."""
     times = PhaseTimes()
-    places = places_of(args)
+    places = placements(args)
     if places:
         check_replicated(args)
     with times.phase("read config"):

@@ -37,7 +37,7 @@ from llm.loading.source import FolderSource
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
 from llm.quantization.on_load import OnlineConfig
-from llm.replicas.places import places_of
+from llm.replicas.placement import placements
 from llm.replicas.start import memory_of_one
 from llm.setup.extensions import let_platform_update, without_broken_platforms
 from llm.setup.memory import ModelSizes
@@ -183,7 +183,7 @@ def preview(args: EngineArgs, rates: Rates | None = None, free: int | None = Non
 def _preview(args: EngineArgs, rates: Rates | None, free: int | None) -> ModelPlan:
     platform = select_platform(args.device)[0]
     load_general_plugins()
-    free, places = platform.memory_free() if free is None else free, places_of(args)
+    free, places = platform.memory_free() if free is None else free, placements(args)
     if places:
         free = memory_of_one(platform, places, free)
     model = read_model(let_platform_update(platform, args))

@@ -1,6 +1,6 @@
 """Tiny checkpoints with heads that draft, and what those heads draft, computed in transformers and plain PyTorch.
 
-Owns no tests. transformers drops the weights of such heads when it saves a model, so they are written here: a head's
+transformers drops the weights of such heads when it saves a model, so they are written here: a head's
 layer is one of a model of transformers with a single layer, which is also what computes it.
 """
 

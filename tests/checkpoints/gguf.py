@@ -1,6 +1,6 @@
 """Writes GGUF files with the `gguf` package, the way llama.cpp's converter lays out a Hugging Face checkpoint.
 
-Owns no tests. What a file holds is returned as a Hugging Face checkpoint too: the values that `gguf.dequantize` gives.
+What a file holds is returned as a Hugging Face checkpoint too: the values that `gguf.dequantize` gives.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes GGUF files of Granite and of mixtures of experts with the `gguf` package, as the converter lays them out.
 
-Owns no tests. What a file holds is written as a Hugging Face checkpoint too, as in `gguf.py`.
+What a file holds is written as a Hugging Face checkpoint too, as in `gguf.py`.
 """
 
 from __future__ import annotations

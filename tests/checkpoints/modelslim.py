@@ -1,6 +1,6 @@
 """Writes ModelSlim checkpoints from the formulas of the format, and computes each layer's expected output in float64.
 
-Owns no tests. Shares no code with what it tests: packing and arithmetic are implemented again here.
+Shares no code with what it tests: packing and arithmetic are implemented again here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The checkpoints of vLLM's recorded answers: writing them again, and checking that they are the same.
 
-Owns no tests. `tests/fixtures/make_vllm_fixtures.py` recorded the answers; the tests rebuild the same weights from
+`tests/fixtures/make_vllm_fixtures.py` recorded the answers; the tests rebuild the same weights from
 their seeds and compare fingerprints before they compare anything else.
 """
 

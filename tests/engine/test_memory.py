@@ -118,7 +118,7 @@ def test_close_twice() -> None:
 )
 def test_what_says_that_memory_is_lacking_is_one_sentence(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (4096 if kind == resource.RLIMIT_AS else -1, -1))
-    with pytest.raises(OutOfMemoryError) as raised, limits.told_of_memory("do it"):
+    with pytest.raises(OutOfMemoryError) as raised, limits.explain_memory_errors("do it"):
         raise error
     said = str(raised.value)
     assert said.startswith("there is not enough memory to do it (") and "and ulimit -v is 4096 bytes; free" in said
@@ -127,7 +127,7 @@ def test_what_says_that_memory_is_lacking_is_one_sentence(error: Exception, monk
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), OSError(errno.ENOENT, "no file"), LLMError("mine")])
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, limits.told_of_memory("do it"):
+    with pytest.raises(type(error)) as raised, limits.explain_memory_errors("do it"):
         raise error
     assert raised.value is error
 
@@ -146,8 +146,8 @@ def test_a_call_that_runs_out_of_memory_leaves_an_engine_that_goes_on(
             if not resets:
                 patch.setattr(engine, "_make_scheduler", lacking)
             run(opened, PROMPTS[:2])
-        assert engine.is_torn is not resets
-        assert [output.outputs[0].text for output in run(opened, PROMPTS[:2])] == expected and not engine.is_torn
+        assert engine.needs_reset is not resets
+        assert [output.outputs[0].text for output in run(opened, PROMPTS[:2])] == expected and not engine.needs_reset
 
 
 LIMITED = """

@@ -324,7 +324,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafted = plan.draft_token_ids.items()
         self.heads += [self.scheduler.requests[request_id].token_ids + drafts for request_id, drafts in drafted]
         result = self.runner.execute(plan, random)
-        self.scheduler.settle(plan, result)
+        self.scheduler.update_from_output(plan, result)
         for request_id, sampled in result.sampled_token_ids.items():
             self._append(self.scheduler.requests[request_id], sampled)
         self.scheduler.remove_finished()
@@ -483,15 +483,15 @@ def plant_removal_untold(scheduler: Scheduler) -> None:
 
 
 def plant_rejected_tokens_counted(scheduler: Scheduler) -> None:
-    settle = scheduler.settle
+    update = scheduler.update_from_output
 
     def one_more(plan: SchedulerOutput, result: RunnerOutput) -> int:
-        accepted = settle(plan, result)
+        accepted = update(plan, result)
         for request_id in plan.draft_token_ids:
             scheduler.requests[request_id].num_computed_tokens += 1
         return accepted
 
-    scheduler.settle = one_more  # type: ignore[method-assign]
+    scheduler.update_from_output = one_more  # type: ignore[method-assign]
 
 
 def plant_block_of_drafts_kept(scheduler: Scheduler) -> None:
@@ -552,9 +552,9 @@ def test_machine_sees_planted_defects(plant: Callable[[Scheduler], None]) -> Non
 
 
 def step(scheduler: Scheduler, result: RunnerOutput | None = None) -> SchedulerOutput:
-    """Schedule and settle."""
+    """Schedule, and give back a result."""
     plan = scheduler.schedule()
-    scheduler.settle(plan, result or RunnerOutput())
+    scheduler.update_from_output(plan, result or RunnerOutput())
     return plan
 
 
@@ -780,7 +780,7 @@ def test_counts_and_blocks_follow_what_was_accepted() -> None:
     assert [len(request.blocks[0]) for request in (a, b, c)] == [4, 4, 4]
     assert [request.num_computed_tokens for request in (a, b, c)] == [5, 5, 5]
     answer = RunnerOutput(sampled_token_ids={"a": [1] * 9 + [0], "b": [1, 1, 0]}, errors={"c": ValueError()})
-    assert scheduler.settle(plan, answer) == 9 + 2
+    assert scheduler.update_from_output(plan, answer) == 9 + 2
     # All known tokens but the last, and for c, which could not sample, all.
     assert [request.num_computed_tokens for request in (a, b, c)] == [15, 8, 6]
     assert [len(request.blocks[0]) for request in (a, b, c)] == [4, 2, 2]
@@ -820,7 +820,7 @@ def test_what_a_finished_request_accepted_last_is_found() -> None:
     step(scheduler, RunnerOutput(draft_token_ids={"a": [1, 1, 1, 1]}))
     request.append(0)
     plan = scheduler.schedule()
-    scheduler.settle(plan, RunnerOutput(sampled_token_ids={"a": [1, 1, 1, 2]}))
+    scheduler.update_from_output(plan, RunnerOutput(sampled_token_ids={"a": [1, 1, 1, 2]}))
     for token in (1, 1, EOS):  # the engine ends it before the last
         request.append(token)
     scheduler.finish(request)

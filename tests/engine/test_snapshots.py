@@ -152,12 +152,12 @@ def test_snapshots_go_with_their_blocks_and_oldest_first() -> None:
     names = [bytes([i]) for i in range(4)]
     tokens = array("q", [1]).tobytes()
     assert snapshots.take(names[0], tokens) == 5 and snapshots.find(names[0], tokens) == -1
-    snapshots.settle()
+    snapshots.commit()
     assert snapshots.find(names[0], tokens) == 5 and snapshots.take(names[0], tokens) == -1
     assert snapshots.find(names[0], b"other") == -1
     assert snapshots.take(names[1], tokens) == 6 and snapshots.take(names[2], tokens) == 5  # the oldest goes
     assert snapshots.take(names[3], tokens) == -1, "all are being written"
-    snapshots.settle()
+    snapshots.commit()
     snapshots.check_integrity()
     (block,) = pool.allocate(1)
     pool.remember(block, names[1], tokens)

@@ -1,6 +1,6 @@
 """Sources of drafts, how many are drafted, and that answers do not depend on it.
 
-`test_lines_metamorphic.py` proves verification with every kind of proposer; here are this library's own.
+`test_drafts_metamorphic.py` proves verification with every kind of proposer; here are this library's own.
 """
 
 from __future__ import annotations

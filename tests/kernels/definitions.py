@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from llm.kernels.cpu import library, linear, packed
-from llm.kernels.reference.rounding import fused_multiply_add
-from llm.kernels.weight import LEAST, Weight
+from llm.kernels.weight import LEAST, Weight, fused_multiply_add
 
 
 def chain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

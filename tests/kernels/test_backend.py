@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from llm.kernels.cpu import backend as cpu
 from llm.kernels.cpu.backend import CpuBackend
 from llm.kernels.reference.backend import REFERENCE, pytorch
 from llm.kernels.select import backend_for
+from llm.kernels.triton import backend as triton
 from llm.layers.norm import RMSNorm
 from llm.platforms import select_platform
 from llm.platforms.cpu import CpuPlatform
@@ -47,6 +51,36 @@ def answers(opened: LLM) -> list[Any]:
         (output.token_ids, [[entry.logprob for entry in position.values()] for position in output.logprobs or []])
         for request in run(opened, PROMPTS, PARAMS)
         for output in request.outputs
+    ]
+
+
+# --- One signature per operation: that of its definition. ---
+
+
+def arguments(operation: Any) -> list[tuple[str, Any, Any]]:
+    return [(item.name, item.kind, item.default) for item in inspect.signature(operation).parameters.values()]
+
+
+def other_arguments(kernels: dict[str, Any]) -> list[str]:
+    """The kernels whose arguments, order, defaults or kinds of arguments are not those of their definitions."""
+    return [name for name, own in kernels.items() if arguments(own) != arguments(definition(name))]
+
+
+def test_kernels_have_the_arguments_of_their_definitions() -> None:
+    functions = {name: cpu.kernel(name) for name in OPERATIONS}
+    own = {name: functools.partial(item, None) for name, item in functions.items() if item is not None}
+    assert len(own) == len(OPERATIONS) and other_arguments(own) == []
+    if find_spec("triton") is not None:
+        assert other_arguments({name: triton.kernel(name) for name in triton.kernel_names()}) == []
+
+
+def test_another_default_order_or_name_is_seen() -> None:
+    def relu(x: torch.Tensor, slope: float = 0.0) -> None: ...
+    def scale(factor: float, x: torch.Tensor) -> None: ...
+    def multiply(x: torch.Tensor, z: torch.Tensor) -> None: ...
+
+    assert other_arguments({"relu": relu, "scale": scale, "multiply": multiply, "add": definition("add")}) == [
+        *("relu", "scale", "multiply")
     ]
 
 

@@ -8,9 +8,9 @@ import torch
 from kernel_sets import needs_compiler
 
 from llm.kernels.cpu import library, linear, lora, packed, program
-from llm.kernels.lora import LoraTerm, LoraTerms
 from llm.kernels.reference import lora as definition
 from llm.kernels.reference.linear import pack as plain_pack
+from llm.kernels.weight import LoraTerm, LoraTerms
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("seeded")]
 INPUTS, WIDTH, VOCABULARY = 40, 75, 19

@@ -14,7 +14,7 @@ from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import Pages, Shape, normal
 
 from llm.forward import QUANTIZED_CACHE_DTYPES, KVCacheSpec
-from llm.kernels.reference.quantized_cache import dequantize_heads, quantize_heads, stored
+from llm.kernels.reference.attention import dequantize_heads, quantize_heads, stored
 
 pytestmark = needs_compiler
 KV_HEADS, SIZE, BLOCKS, BLOCK = 3, 22, 11, 8

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from llm.kernels.reference import linear as ref
 from llm.kernels.reference.linear import embedding, linear, pack
-from llm.kernels.reference.rounding import fused_multiply_add
-from llm.kernels.weight import Weight, dequantize
+from llm.kernels.weight import Weight, dequantize, fused_multiply_add
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

@@ -1,4 +1,4 @@
-"""The built-in processors against references of a few lines: penalties, bias, allowed tokens, bad words, min_p."""
+"""The built-in processors against references of a few logit rows: penalties, bias, allowed tokens, bad words, min_p."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def run_penalties(rows: list[Any], seed: int) -> list[tuple[np.ndarray, np.ndarr
         logits = np.random.default_rng(seed + step).integers(-8, 8, (len(rows), VOCAB)).astype(np.float32) / 2
         logits[:, 5] = -math.inf
         ours = logits if processor.is_idle() else processor.apply(torch.from_numpy(logits.copy())).numpy()
-        for line, row in enumerate(order):
-            pairs.append((ours[line], penalised(logits[line], params[row], rows[row][1], outputs[row])))
+        for logit_row, row in enumerate(order):
+            pairs.append((ours[logit_row], penalised(logits[logit_row], params[row], rows[row][1], outputs[row])))
             outputs[row] += rows[row][3]
         order[0], order[1] = order[1], order[0]
         update = BatchUpdate(len(rows), [], [], [(0, 1, MoveDirectionality.SWAP)])

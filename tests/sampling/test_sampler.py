@@ -116,9 +116,9 @@ class Rows:
             added.append((row, own, [], self.outputs[row]))
         self.processors.update_state(BatchUpdate(len(params), [], added, []))
 
-    def sample(self, logits: torch.Tensor, lines: Sequence[int] | None = None, mode: str = "raw_logprobs") -> Any:
-        """`lines`: the batch row of each line of `logits`. The sampler may overwrite its input, so it gets a copy."""
-        rows = np.arange(len(logits)) if lines is None else np.array(lines)
+    def sample(self, logits: torch.Tensor, logit_rows: Sequence[int] | None = None, mode: str = "raw_logprobs") -> Any:
+        """`logit_rows`: the batch row of each logit row of `logits`. The sampler gets a copy: it overwrites it."""
+        rows = np.arange(len(logits)) if logit_rows is None else np.array(logit_rows)
         counts = np.array([len(self.outputs[row]) for row in rows.tolist()])
         idle = self.processors.is_idle()
         processors = None if idle else self.processors
@@ -129,16 +129,16 @@ def rows_of(params: list[SamplingParams], seeds: list[int] | None = None, stops:
     return Rows(params, seeds, stops)
 
 
-def sample(logits: torch.Tensor, rows: Rows, lines: list[int] | None = None) -> SamplerOutput:
-    return rows.sample(logits, lines)
+def sample(logits: torch.Tensor, rows: Rows, logit_rows: list[int] | None = None) -> SamplerOutput:
+    return rows.sample(logits, logit_rows)
 
 
 def draw_many(logits: torch.Tensor, params: SamplingParams, seed: int = 1234, count: int = DRAWS) -> np.ndarray:
-    """Draws of one batch row at the positions 0, 1, 2 ..., a line for each."""
+    """Draws of one batch row at the positions 0, 1, 2 ..., a logit row for each."""
     rows = Rows([params], [seed])
-    lines, positions = np.zeros(count, dtype=np.int64), np.arange(count)
+    logit_rows, positions = np.zeros(count, dtype=np.int64), np.arange(count)
     processors = None if rows.processors.is_idle() else rows.processors
-    output = Sampler()(logits.repeat(count, 1), rows.sampling, lines, positions, processors, 1)
+    output = Sampler()(logits.repeat(count, 1), rows.sampling, logit_rows, positions, processors, 1)
     assert not output.errors
     return output.tokens.numpy()
 
@@ -272,14 +272,14 @@ def draws_alone_and_together(
     batch = Rows([params[row] for row in order], order, outputs=[outputs[row] for row in order], kernels=kernels)
     together = batch.sample(logits[order], mode=mode)
     pairs = []
-    for line, row in enumerate(order):
+    for logit_row, row in enumerate(order):
         alone = Rows([params[row]], [row], outputs=[outputs[row]], kernels=kernels).sample(
             logits[row : row + 1], mode=mode
         )
         pairs.append(
             (
                 (alone.tokens.tolist()[0], alone.logprobs.get(0)),
-                (together.tokens.tolist()[line], together.logprobs.get(line)),
+                (together.tokens.tolist()[logit_row], together.logprobs.get(logit_row)),
             )
         )
     return pairs
@@ -332,8 +332,8 @@ def test_the_same_seed_draws_the_same_and_another_one_does_not() -> None:
     siblings = SamplingRows(2)
     for index in range(2):
         siblings.set(index, params, 5, index)
-    lines, positions = np.repeat([0, 1], 200), np.tile(np.arange(200), 2)
-    drawn = Sampler()(TOY.repeat(400, 1), siblings, lines, positions).tokens.tolist()
+    logit_rows, positions = np.repeat([0, 1], 200), np.tile(np.arange(200), 2)
+    drawn = Sampler()(TOY.repeat(400, 1), siblings, logit_rows, positions).tokens.tolist()
     assert drawn[:200] == first
     assert drawn[200:] != first
 
@@ -505,15 +505,15 @@ def test_top_p_keeps_the_fewest_that_weigh_enough(top_p: float, top_k: int, spre
     draws = draw_module.draw_rows(
         logits, logits.amax(1), np.full(2, top_k), np.full(2, top_p), np.array([0.1, 0.9]), {0, 1}, kernels
     )
-    for line in range(2):
-        weights = np.exp(logits[line].double().numpy())
+    for logit_row in range(2):
+        weights = np.exp(logits[logit_row].double().numpy())
         order = np.argsort(-weights, kind="stable")[: top_k or None]
-        kept = draws.kept[line]
+        kept = draws.kept[logit_row]
         assert sorted(kept.tolist()) == sorted(order[: len(kept)].tolist())
         mass = weights[order].sum()
         assert weights[kept].sum() >= (top_p - 1e-6) * mass
         assert weights[kept].sum() - weights[kept].min() <= (top_p + 1e-6) * mass
-        assert draws.tokens[line] in kept
+        assert draws.tokens[logit_row] in kept
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -531,9 +531,9 @@ def test_processed_logprobs_are_those_the_token_was_drawn_from(mode: str) -> Non
     assert 1 < int(possible.sum()) < 5
     processed = [(biased / 0.5).masked_fill(~possible, -math.inf), biased, TOY / 2.0]
     expected = [TOY] * 3 if mode.startswith("raw") else processed
-    for line, own in output.logprobs.items():
-        values = expected[line].log_softmax(-1) if mode.endswith("logprobs") else expected[line]
-        assert own.token_ids[0] == int(output.tokens[line])
+    for logit_row, own in output.logprobs.items():
+        values = expected[logit_row].log_softmax(-1) if mode.endswith("logprobs") else expected[logit_row]
+        assert own.token_ids[0] == int(output.tokens[logit_row])
         assert own.logprobs == pytest.approx(values[own.token_ids].tolist(), abs=1e-6)
     assert sorted(output.logprobs) == [0, 1, 2]
 
@@ -603,7 +603,7 @@ def test_a_row_without_a_token_is_an_error_and_its_companions_draw_as_ever() -> 
 
 
 def test_only_rows_that_draw_are_given_to_adapters_and_the_lines_fit() -> None:
-    """Three of five rows draw: processors see all five places, and each line comes back to its row."""
+    """Three of five rows draw: processors see all five places, and each logit row comes back to its row."""
     own = [SamplingParams(temperature=0, logit_bias={row: 100.0}) for row in range(5)]
     output = rows_of(own).sample(TOY.repeat(3, 1), [0, 2, 3])
     assert output.tokens.tolist() == [0, 2, 3]

@@ -71,7 +71,7 @@ class DraftModelSource(Source):
         while running:
             plan = scheduler.schedule()
             result = self._runner.execute(plan)
-            scheduler.settle(plan, result)
+            scheduler.update_from_output(plan, result)
             ended = [running[name].append(token) for name, (token,) in result.sampled_token_ids.items()]
             for name, error in result.errors.items():
                 running[name].fail(error)

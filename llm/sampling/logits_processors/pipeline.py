@@ -169,10 +169,10 @@ class LogitsProcessors:
         """Apply the processors of a stage, except idle ones.
 
         Args:
-            logits: float32 [L, vocab], one line per batch row that samples; changed in place or not.
-            rows: int64 [L], increasing, the batch row of each line.
+            logits: float32 [L, vocab], one logit row per batch row that samples; changed in place or not.
+            rows: int64 [L], increasing, the batch row of each logit row.
             batch_size: number of batch rows, sampling or not.
-            errors: line -> its exception; entries are added.
+            errors: logit row -> its exception; entries are added.
 
         Raises:
             LogitsProcessorError: a processor raised, or did not return logits of the same shape.
@@ -181,7 +181,7 @@ class LogitsProcessors:
         if not active:
             return logits
         partial = len(rows) != batch_size
-        lines = {int(row): line for line, row in enumerate(rows)}
+        logit_rows = {int(row): logit_row for logit_row, row in enumerate(rows)}
         if partial:
             index = self._backend.upload(rows)
             whole = logits.new_zeros(batch_size, logits.shape[1]).index_copy_(0, index, logits)
@@ -189,9 +189,9 @@ class LogitsProcessors:
             whole = logits
         for processor in active:
             if isinstance(processor, AdapterLogitsProcessor):
-                processor.drawing = lines
+                processor.drawing = logit_rows
             whole = _apply_one(processor, whole)
-            _take_row_errors(processor, lines, errors)
+            _take_row_errors(processor, logit_rows, errors)
         return whole.index_select(0, index) if partial else whole
 
     def _make(self, kind: type[LogitsProcessor]) -> LogitsProcessor:
@@ -210,10 +210,10 @@ def _apply_one(processor: LogitsProcessor, logits: torch.Tensor) -> torch.Tensor
     return after
 
 
-def _take_row_errors(processor: LogitsProcessor, lines: dict[int, int], errors: dict[int, Exception]) -> None:
+def _take_row_errors(processor: LogitsProcessor, logit_rows: dict[int, int], errors: dict[int, Exception]) -> None:
     own: dict[int, Exception] | None = getattr(processor, "row_errors", None)
     if own:
-        errors.update({lines[row]: error for row, error in own.items() if row in lines})
+        errors.update({logit_rows[row]: error for row, error in own.items() if row in logit_rows})
         own.clear()
 
 

@@ -14,11 +14,11 @@ from llm import LLM
 from llm.base import system
 from llm.config.engine import EngineArgs
 from llm.errors import ValidationError
-from llm.replicas.places import Place, numa_nodes, places_of, shown
+from llm.replicas.placement import Placement, numa_nodes, placements, shown
 
 
-def places(root: Path = Path("/"), **options: object) -> list[Place]:
-    return places_of(EngineArgs("model", device="cpu", **options), root)  # type: ignore[arg-type]
+def places(root: Path = Path("/"), **options: object) -> list[Placement]:
+    return placements(EngineArgs("model", device="cpu", **options), root)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -38,19 +38,19 @@ def test_one_is_none() -> None:
 
 def test_processors_are_shared_out(eight_cores: Path) -> None:
     assert places(data_parallel_size=3) == [
-        Place("cpu", (0, 1, 2), 3),
-        Place("cpu", (3, 4), 2),
-        Place("cpu", (5, 6, 7), 3),
+        Placement("cpu", (0, 1, 2), 3),
+        Placement("cpu", (3, 4), 2),
+        Placement("cpu", (5, 6, 7), 3),
     ]
-    assert places(data_parallel_size=2, num_threads=1)[1] == Place("cpu", (4, 5, 6, 7), 1)
+    assert places(data_parallel_size=2, num_threads=1)[1] == Placement("cpu", (4, 5, 6, 7), 1)
     # More replicas than processors: they take turns.
-    assert places(data_parallel_size=9) == [Place("cpu", None, 1)] * 9
+    assert places(data_parallel_size=9) == [Placement("cpu", None, 1)] * 9
     assert str(places(data_parallel_size=2)[0]) == "cpu, processors 0-3, 4 threads"
 
 
 def test_nodes_have_a_replica_each(eight_cores: Path) -> None:
     assert numa_nodes(set(range(8)), eight_cores) == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert places(eight_cores, devices="all") == [Place("cpu", (0, 1, 4, 5), 4), Place("cpu", (2, 3, 6, 7), 4)]
+    assert places(eight_cores, devices="all") == [Placement("cpu", (0, 1, 4, 5), 4), Placement("cpu", (2, 3, 6, 7), 4)]
     assert numa_nodes({2}, eight_cores) == [[2]] and numa_nodes({1, 0}, eight_cores / "none") == [[0, 1]]
     assert shown([0, 1, 4, 5, 9]) == "0-1,4-5,9"
 
@@ -60,9 +60,12 @@ def test_one_node_is_no_reason_for_replicas(eight_cores: Path) -> None:
 
 
 def test_sets_of_processors_are_taken_as_they_are(eight_cores: Path) -> None:
-    assert places(devices=[{0, 1}, range(2, 8)]) == [Place("cpu", (0, 1), 2), Place("cpu", (2, 3, 4, 5, 6, 7), 6)]
-    assert places(devices=[{0}], data_parallel_size=1) == [Place("cpu", (0,), 1)]
-    assert places(devices=["cpu", "cpu"]) == [Place("cpu")] * 2
+    assert places(devices=[{0, 1}, range(2, 8)]) == [
+        Placement("cpu", (0, 1), 2),
+        Placement("cpu", (2, 3, 4, 5, 6, 7), 6),
+    ]
+    assert places(devices=[{0}], data_parallel_size=1) == [Placement("cpu", (0,), 1)]
+    assert places(devices=["cpu", "cpu"]) == [Placement("cpu")] * 2
 
 
 @pytest.mark.parametrize(

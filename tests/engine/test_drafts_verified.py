@@ -2,7 +2,7 @@
 
 One workload of every feature that has a say in what is sampled, answered without drafts and then with proposers that
 look the answer up and draft it rightly, wrongly, in part or at random. `assert_same` is the comparison of this file.
-`test_lines_defects.py` holds the negative controls.
+`test_drafts_defects.py` holds the negative controls.
 """
 
 from __future__ import annotations

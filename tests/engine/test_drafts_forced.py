@@ -1,6 +1,6 @@
 """Drafts that a grammar leaves no alternative to are taken without being sampled, and answers are as without drafts.
 
-`test_lines.py` has every other feature; here no other processor is active, and most rows ask for no logprobs.
+`test_drafts_verified.py` has every other feature; here no other processor is active, and most rows ask for no logprobs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 from drafts import KINDS
 from embedded import engine_of, open_llm, run
-from test_lines import PROMPTS, SCHEMA, Opened, Workload, assert_same
+from test_drafts_verified import PROMPTS, SCHEMA, Opened, Workload, assert_same
 
 from llm import LLM, SamplingParams, StructuredOutputsParams
 from llm.sampling.sampler import Sampler

@@ -20,7 +20,7 @@ _RIGHT = "'all', or a list of devices as 'cuda:0' or of sets of processors as {0
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where one replica computes.
 
     Attributes:
@@ -42,7 +42,7 @@ class Place:
         return "1 thread" if self.threads == 1 else f"{self.threads} threads"
 
 
-def places_of(args: EngineArgs, root: Path = Path("/")) -> list[Place]:
+def placements(args: EngineArgs, root: Path = Path("/")) -> list[Placement]:
     """The place of each replica; []: there are none, the model is in this process.
 
     Args:
@@ -66,31 +66,31 @@ def places_of(args: EngineArgs, root: Path = Path("/")) -> list[Place]:
     return found if len(found) > 1 or devices != "all" else []
 
 
-def _all(args: EngineArgs, root: Path) -> list[Place]:
+def _all(args: EngineArgs, root: Path) -> list[Placement]:
     """Every accelerator, or every NUMA node."""
     name, count = _accelerators(args)
     if name:
-        return [Place(f"{name}:{index}") for index in range(count)]
+        return [Placement(f"{name}:{index}") for index in range(count)]
     return [_on_cores(args, cores) for cores in numa_nodes(system.cores(), root)]
 
 
-def _shared_out(args: EngineArgs, size: int) -> list[Place]:
+def _shared_out(args: EngineArgs, size: int) -> list[Placement]:
     name, count = _accelerators(args)
     if name:
         if size > count:
             refuse("data_parallel_size", size, f"at most {count}, as many as there are devices {name}")
-        return [Place(f"{name}:{index}") for index in range(size)]
+        return [Placement(f"{name}:{index}") for index in range(size)]
     cores = sorted(system.cores())
     if size > len(cores):  # threads of several replicas take turns on a processor
-        return [Place("cpu", None, args.num_threads or 1)] * size
+        return [Placement("cpu", None, args.num_threads or 1)] * size
     bounds = [round(index * len(cores) / size) for index in range(size + 1)]
     return [_on_cores(args, cores[start:end]) for start, end in pairwise(bounds)]
 
 
-def _named(args: EngineArgs, item: object) -> Place:
+def _named(args: EngineArgs, item: object) -> Placement:
     if isinstance(item, str):
         platform, _ = select_platform(item)
-        return Place(item, None, args.num_threads if platform.name == "cpu" else None)
+        return Placement(item, None, args.num_threads if platform.name == "cpu" else None)
     if not isinstance(item, Iterable):
         refuse("devices", item, _RIGHT)
     cores = sorted(item)
@@ -100,8 +100,8 @@ def _named(args: EngineArgs, item: object) -> Place:
     return _on_cores(args, cores)
 
 
-def _on_cores(args: EngineArgs, cores: Sequence[int]) -> Place:
-    return Place("cpu", tuple(cores), min(args.num_threads or len(cores), len(cores)))
+def _on_cores(args: EngineArgs, cores: Sequence[int]) -> Placement:
+    return Placement("cpu", tuple(cores), min(args.num_threads or len(cores), len(cores)))
 
 
 def _accelerators(args: EngineArgs) -> tuple[str, int]:

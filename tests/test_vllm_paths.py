@@ -29,11 +29,11 @@ DOORS = sorted({*PATHS, *PACKAGES})
 
 
 @pytest.mark.parametrize("name", DOORS)
-def test_a_door_leads_somewhere(name: str) -> None:
-    door = importlib.import_module(name)
-    exported = door.__all__
+def test_a_path_leads_somewhere(name: str) -> None:
+    path = importlib.import_module(name)
+    exported = path.__all__
     assert exported or name in PACKAGES, f"{name} exports nothing"
-    values = [getattr(door, item) for item in exported]
+    values = [getattr(path, item) for item in exported]
     owners = {value.__module__ for value in values if isinstance(value, type | FunctionType)} - {"builtins"}
     assert not [owner for owner in owners if owner in DOORS or not owner.startswith("llm.")]
 
@@ -96,7 +96,7 @@ def test_the_imports_of_a_plugin_in_a_fresh_interpreter() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_the_doors_are_seen_by_a_type_checker(tmp_path: Path) -> None:
+def test_the_paths_are_seen_by_a_type_checker(tmp_path: Path) -> None:
     """mypy finds every name, and refuses one that is missing although the module has a `__getattr__` at run time."""
     script = tmp_path / "plugin.py"
     script.write_text(f"{PLUGIN}from llm import EngineCore\nfrom llm.plugins import load_plugins_by_groups\n")

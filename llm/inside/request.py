@@ -1,4 +1,4 @@
-"""What one request asks of the inside of a model: its captures and interventions, resolved for that model."""
+"""The captures and interventions of one request, resolved against the sites of a model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Part = tuple[str, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class InsideRequest:
     """The captures and interventions of one request.
 
     Attributes:
-        captures: site -> the capture that asks for it.
+        captures: site -> the capture that reads it.
         reads: site -> (positions, dtype) that are read of the model for them; any of the positions is meant.
         changes: site -> (positions, change), in their order.
         sites: of the model, those of all these.
@@ -44,7 +44,7 @@ class Asked:
     sites: Mapping[str, Site] = field(default_factory=dict)
     num_prompt: int = 0
 
-    def for_prompt(self, num_prompt: int) -> Asked:
+    def for_prompt(self, num_prompt: int) -> InsideRequest:
         """As it is for a request with so many prompt tokens; raises `ValidationError` where it does not fit."""
         for capture in self.captures.values():
             check_within(capture.positions, num_prompt)
@@ -129,12 +129,12 @@ def too_large(what: str, size: int, limit: int) -> str:
     )
 
 
-def asks(extra_args: Mapping[str, object] | None) -> bool:
+def has_inside_args(extra_args: Mapping[str, object] | None) -> bool:
     """Whether these args of a request have a capture or an intervention."""
     return any((extra_args or {}).get(key) is not None for key in (CAPTURE, INTERVENTIONS))
 
 
-def resolve(extra_args: Mapping[str, object], sites: Mapping[str, Site]) -> Asked:
+def resolve(extra_args: Mapping[str, object], sites: Mapping[str, Site]) -> InsideRequest:
     """What they ask of a model with these sites.
 
     Raises:
@@ -158,7 +158,7 @@ def resolve(extra_args: Mapping[str, object], sites: Mapping[str, Site]) -> Aske
                 raise ValidationError(f"{name} can be captured and not changed.", parameter=INTERVENTIONS, value=name)
             changes.setdefault(name, []).append((intervention.positions, intervention.change))
     own = {name: site for name, site in sites.items() if name in {**captures, **reads, **changes}}
-    return Asked(captures, reads, changes, own)
+    return InsideRequest(captures, reads, changes, own)
 
 
 def _reads(captures: Mapping[str, Capture], sites: Mapping[str, Site]) -> dict[str, tuple[list[Positions], str]]:

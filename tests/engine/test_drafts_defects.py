@@ -1,4 +1,4 @@
-"""Negative controls of `test_lines.py`: the defects that verification invites are seen by its comparison."""
+"""Negative controls of `test_drafts_verified.py`: the defects that verification invites are seen by its comparison."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from embedded import PROMPTS, engine_of, open_llm
-from test_lines import SCHEMA, Opened, Workload, assert_same, second_turns
+from test_drafts_verified import SCHEMA, Opened, Workload, assert_same, second_turns
 
 from llm import SamplingParams, StructuredOutputsParams
 from llm.engine.block_manager import BlockManager
 from llm.engine.request import Request
 from llm.engine.scheduler import Scheduler
-from llm.runner import logit_rows as lines
+from llm.runner import logit_rows
 from llm.runner.batch import InputBatch
 from llm.runner.logit_rows import LogitRowReader
 from llm.sampling.logits_processors.builtin import PenaltiesLogitsProcessor
@@ -49,17 +49,17 @@ def one_wrong_draft_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     def planted(drafts: Any, current: np.ndarray, sampled: Any) -> np.ndarray:
         return current[drafts.tokens[current] >= 0] + 1
 
-    monkeypatch.setattr(lines, "_accepted", planted)
+    monkeypatch.setattr(logit_rows, "_accepted", planted)
 
 
 def the_line_after_a_right_draft_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    accepted = lines._accepted
+    accepted = logit_rows._accepted
 
     def planted(drafts: Any, current: np.ndarray, sampled: Any) -> np.ndarray:
         after = accepted(drafts, current, sampled)
         return np.where(drafts.tokens[after] >= 0, after + 1, after)
 
-    monkeypatch.setattr(lines, "_accepted", planted)
+    monkeypatch.setattr(logit_rows, "_accepted", planted)
 
 
 def every_line_samples_with_the_first_one_s_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,11 +79,11 @@ def _see_drafts(monkeypatch: pytest.MonkeyPatch, look: Callable[[LogitRowReader]
 
     def planted(self: LogitRowReader, hidden: torch.Tensor, own: Any, drafts: Any, result: Any) -> None:
         tokens = drafts.tokens
-        for line in np.flatnonzero(tokens >= 0):
-            self.batch.output_token_ids[own.rows[line]].append(int(tokens[line]))
+        for logit_row in np.flatnonzero(tokens >= 0):
+            self.batch.output_token_ids[own.rows[logit_row]].append(int(tokens[logit_row]))
         look(self)
-        for line in np.flatnonzero(tokens >= 0):
-            self.batch.output_token_ids[own.rows[line]].pop()
+        for logit_row in np.flatnonzero(tokens >= 0):
+            self.batch.output_token_ids[own.rows[logit_row]].pop()
         verify(self, hidden, own, drafts, result)
 
     monkeypatch.setattr(LogitRowReader, "_verify_in_rounds", planted)
@@ -110,7 +110,7 @@ def drafts_are_left_in_the_state_of_grammars(monkeypatch: pytest.MonkeyPatch) ->
     _see_drafts(monkeypatch, look)
 
 
-def processors_are_not_told_between_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def processors_are_not_told_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     def planted(self: LogitRowReader, *rest: Any) -> None:
         self.processors.update_state, kept = (lambda update, drafts: None), self.processors.update_state
         try:
@@ -123,15 +123,15 @@ def processors_are_not_told_between_lines(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def rejected_tokens_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = Scheduler.settle
+    update = Scheduler.update_from_output
 
     def planted(self: Scheduler, plan: Any, result: Any) -> int:
-        accepted = settle(self, plan, result)
+        accepted = update(self, plan, result)
         for request_id in plan.draft_token_ids:
             self.requests[request_id].num_computed_tokens -= 1
         return accepted
 
-    monkeypatch.setattr(Scheduler, "settle", planted)
+    monkeypatch.setattr(Scheduler, "update_from_output", planted)
 
 
 def the_runner_keeps_a_block_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ PLANTS: list[tuple[Plant, str]] = [
     (every_line_samples_with_the_first_one_s_number, "right"),
     (drafts_are_left_in_the_counts_of_penalties, "partly"),
     (drafts_are_left_in_the_state_of_grammars, "partly"),
-    (processors_are_not_told_between_lines, "right"),
+    (processors_are_not_told_between_rounds, "right"),
     (rejected_tokens_count_as_computed, "partly"),
     (the_runner_keeps_a_block_of_drafts, "wrong"),
     (the_scheduler_keeps_a_block_of_drafts, "wrong"),
