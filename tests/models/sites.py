@@ -195,7 +195,9 @@ def compare(llm: LLM, theirs: TheirActivations, prompts: Sequence[list[int]]) ->
             if chosen in expected:
                 in_order(found, expected, chosen)
         for name, ours in found.items():
-            if name not in expected:
+            # Llama 4 gives its experts every token once for each of them.
+            is_repeated = name.endswith("experts.output") and name in expected and expected[name].numel() > ours.size
+            if name not in expected or is_repeated:
                 worst.setdefault(name, None)
                 continue
             worst[name] = max(worst.get(name) or 0.0, difference(name, ours, expected[name]))
