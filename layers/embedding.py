@@ -142,6 +142,8 @@ class VocabParallelEmbedding(PluggableLayer):
         self.num_embeddings_padded = self.shard.rows * tp.size
         # Row i is id i: one rank, and no padding.
         self.is_plain = self.num_embeddings_padded == num_embeddings and tp.size == 1
+        # Or so are those of all ranks, one after another, with padding behind them.
+        self.is_in_order = self.is_plain or (tp.size > 1 and self.org_vocab_size == num_embeddings)
         if not self.is_plain:
             columns = gathered_columns(num_embeddings, self.org_vocab_size, padding_size, tp.size)
             in_order = self.org_vocab_size == num_embeddings
@@ -185,15 +187,23 @@ class VocabParallelEmbedding(PluggableLayer):
         output_dim = None if self.is_plain else getattr(param, "output_dim", None)
         expected = list(param.shape)
         if output_dim is not None:
-            has_added = loaded.dim() == param.dim() and loaded.shape[output_dim] == self.num_embeddings
-            expected[output_dim] = self.num_embeddings if has_added else self.org_vocab_size
+            packed = self._rows_packed(param.shape[output_dim])
+            has_added = loaded.dim() == param.dim() and loaded.shape[output_dim] * packed == self.num_embeddings
+            expected[output_dim] = (self.num_embeddings if has_added else self.org_vocab_size) // packed
         if list(loaded.shape) != expected:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {expected}")
         if output_dim is None:
             fill_rows(param, 0, 0, loaded)
         else:
-            self._copy_rows(param, loaded, output_dim)
+            self._copy_rows(param, loaded, output_dim, packed)
         return param.numel()
+
+    def _rows_packed(self, length: int) -> int:
+        """Rows that are one along a parameter's dimension of this length, such as bits in words; raises ValueError."""
+        packed, rest = divmod(self.shard.rows, length)
+        if rest or any(place % packed for run in self._places(self.num_embeddings) for place in run):
+            raise ValueError(f"of length {length} cannot be shared out to {self.tp.size} ranks")
+        return packed
 
     def rows_of_rank(self, loaded: torch.Tensor, shard_id: object) -> torch.Tensor:
         """This rank's rows of a tensor with a row per id, or per original id; padding and other added ids are zeros.
@@ -218,14 +228,10 @@ class VocabParallelEmbedding(PluggableLayer):
         )
         return [(start, end, row) for start, end, row in runs if end > start]
 
-    def _copy_rows(self, param: nn.Parameter, loaded: torch.Tensor, dim: int) -> None:
-        shard, target = self.shard, param.data
-        if target.shape[dim] != shard.rows:
-            raise ValueError(
-                f"is stored as {target.shape[dim]} rows, which do not follow the {shard.rows} of the shard"
-            )
-        target.zero_()
-        for start, end, row in self._places(loaded.shape[dim]):
+    def _copy_rows(self, param: nn.Parameter, loaded: torch.Tensor, dim: int, packed: int) -> None:
+        param.data.zero_()
+        for place in self._places(loaded.shape[dim] * packed):
+            start, end, row = (index // packed for index in place)
             fill_rows(param, dim, row, loaded.narrow(dim, start, end - start))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -236,7 +242,8 @@ class VocabParallelEmbedding(PluggableLayer):
             return self._rows(self.shard.row_of(token_ids)[0])
         select = self._ops.select_rows
         rows, owners = (select(table, token_ids).view(-1) for table in (self.row_of_id, self.rank_of_id))
-        return self.tp.pick(self._rows(rows), owners)
+        found = self.tp.pick(self._rows(rows), owners)
+        return found if self.adapters is None else self.adapters.add(found, token_ids)
 
     def _rows(self, rows: torch.Tensor) -> torch.Tensor:
         found = self.quant_method.embedding(self, rows)

@@ -73,7 +73,8 @@ class LLMWorker:
         journal: a folder that all workers see: what is in it is not computed again, in this run or another.
         share: of the machine's memory; None: as the processors that Ray assigned are to the machine's.
         on_too_long: as for `LLM.generate`.
-        engine: arguments of the `LLM`. `num_threads` is by default the number of processors that Ray assigned.
+        engine: arguments of the `LLM`. `num_threads` is by default the number of processors that Ray assigned, shared
+            out with `tensor_parallel_size`.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class LLMWorker:
         check_choice("on_too_long", on_too_long, ON_TOO_LONG)
         cpus = _assigned_cpus()
         share = min(1.0, cpus / (os.cpu_count() or 1)) if share is None else share
-        self._llm = llm = LLM(model, **_planned(model, {"num_threads": max(1, int(cpus)), **engine}, share))
+        self._llm = llm = LLM(model, **_planned(model, {"num_threads": _threads(int(cpus), engine), **engine}, share))
         given = SamplingParams(**sampling_params) if isinstance(sampling_params, Mapping) else sampling_params
         self._rows = rows = PieceRows(
             params=given or llm.get_default_sampling_params(),
@@ -163,7 +164,7 @@ class Processor:
         arguments = {
             "share": 1.0 / here,
             **config.worker_kwargs,
-            "num_threads": max(1, cpus // here),
+            "num_threads": _threads(cpus // here, config.engine_kwargs),
             **config.engine_kwargs,
         }
         if self._preprocess is not None:
@@ -223,6 +224,16 @@ def _assigned_cpus() -> float:
     return float(os.cpu_count() or 1)
 
 
+def _threads(cpus: int, engine: Mapping[str, object]) -> int:
+    """Of each rank of a worker with so many processors."""
+    return max(1, cpus // _ranks(engine))
+
+
+def _ranks(engine: Mapping[str, object]) -> int:
+    ranks = engine.get("tensor_parallel_size", 1)
+    return ranks if isinstance(ranks, int) and ranks > 0 else 1  # the LLM refuses others
+
+
 def _planned(model: str | Path, engine: JsonObject, share: float) -> JsonObject:
     """The LLM's arguments, with a KV cache within this worker's share of the memory.
 
@@ -238,7 +249,8 @@ def _planned(model: str | Path, engine: JsonObject, share: float) -> JsonObject:
             f"a worker's share of this machine's memory is {room} bytes, and the weights take {plan.weight_bytes}; use "
             "fewer workers per machine, or quantization= to make them smaller."
         )
-    return {**engine, "kv_cache_memory_bytes": max(1, min(plan.kv_cache_bytes, (room - plan.weight_bytes) // 2))}
+    caches = min(plan.kv_cache_bytes, (room - plan.weight_bytes) // 2)  # of all ranks
+    return {**engine, "kv_cache_memory_bytes": max(1, caches // _ranks(engine))}
 
 
 def _rows_of(batch: Batch) -> list[JsonObject]:

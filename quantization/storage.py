@@ -83,6 +83,12 @@ class WeightStorage(ABC):
         self._names.clear()
 
 
+def stored_sizes(layer: nn.Module, sizes: list[int]) -> list[int]:
+    """Rows of each matrix of a layer as a checkpoint has them, of all ranks; this rank has `sizes`."""
+    ids: int | None = getattr(layer, "num_embeddings", None)
+    return list(getattr(layer, "output_sizes", sizes)) if ids is None else [ids]
+
+
 def expand_slots(values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """One value per fused shard [S] -> one per row [sum(sizes)]."""
     return values.repeat_interleave(torch.tensor(sizes))

@@ -280,7 +280,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     _refused("devices have names; choose one with device, or one for each replica with devices.", device_ids=None),
     _refused(
-        "the engine runs in this process; leave it out, and build the LLM inside your own worker.",
+        "ranks and replicas are processes of one machine; leave it out, and build the LLM inside the worker: llm.ray.",
         distributed_executor_backend=(None, "uni", "mp"),
     ),
     _refused(

@@ -20,7 +20,6 @@ from llm.engine.step import Adapter
 from llm.errors import CheckpointError
 from llm.kernels.backend import Backend
 from llm.kernels.weight import LoraTerm, LoraTerms
-from llm.layers.linear import LinearBase
 from llm.layers.lora import AdapterRows, LayerAdapters
 from llm.layers.moe import FusedMoE
 from llm.loading.adapters.folder import AdapterFolder, Pair
@@ -122,6 +121,7 @@ class ModelAdapters:
         down, up, bias = folder.matrices(pair)
         if target.arrange is not None:
             up, bias = target.arrange(up, 0), None if bias is None else target.arrange(bias, 0)
+        up, bias = target.of_rank(up), None if bias is None else target.of_rank(bias)
         pack = self._backend.ops.pack
         packed = pack(up.contiguous())
         if bias is not None:
@@ -138,8 +138,7 @@ class ModelAdapters:
             operation = self._backend.ops.lora_embedding if is_lookup else self._backend.ops.lora
             found = LayerAdapters(self.logit_rows if target.is_head else self.tokens, operation)
             setattr(target.layer, name, found)
-            width = target.layer.output_size if isinstance(target.layer, LinearBase) else target.channels
-            self._widths[found] = width, is_lookup
+            self._widths[found] = target.width, is_lookup
             if target.is_head:
                 self._heads.append(found)
             if target.experts is not None:  # which tokens reach one is not known before

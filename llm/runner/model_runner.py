@@ -664,7 +664,11 @@ class ModelRunner:
                 *(own, embedding.embed, own.compute_logits, self.states[-1:], group, first), reads_taps=True
             )
         most = config.num_speculative_tokens
-        return HeadSource(head, self.sampler, self.backend.upload, most, f"of the {config.method} head")
+        return HeadSource(self._placed(head), self.sampler, self.backend.upload, most, f"of the {config.method} head")
+
+    def _placed(self, head: PlacedHead) -> PlacedHead:
+        """What computes the head."""
+        return head
 
     def _may_record(self, config: EngineConfig) -> bool:
         """Whether steps may be recorded with these arguments."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -22,13 +23,14 @@ from llm.base.library_settings import library_defaults
 from llm.engine.boundary import CachePart, Captured, Loaded, RunnerPlan
 from llm.engine.step import Adapter, SchedulerOutput
 from llm.errors import LLMError, RankError, ValidationError
-from llm.forward import AttentionMetadata, ForwardBatch, RecurrentMetadata, StateNumbers
+from llm.forward import AttentionMetadata, ForwardBatch, ImageTokens, RecurrentMetadata, StateNumbers
 from llm.inputs import LoRARequest
 from llm.layers.parallel import Communicator, TensorParallel
 from llm.loading.source import ModelSource
 from llm.platforms.interface import Platform
 from llm.quantization.on_load import ActivationStatistics
 from llm.runner.model_runner import ModelRunner
+from llm.runner.speculation.head import PlacedHead
 from llm.workers.connection import Connection
 from llm.workers.process import WorkerProcess
 
@@ -216,6 +218,28 @@ class LeadRunner(ModelRunner):
         """A draft model is rank 0's alone."""
         return ModelRunner(self.platform)
 
+    def _placed(self, head: PlacedHead) -> PlacedHead:
+        return replace(head, module=_SharedHead(self.group, head), embed=lambda input_ids: input_ids)
+
+
+class _SharedHead:
+    """A head that drafts, of which each rank has a part; it embeds the tokens itself, as the others do."""
+
+    def __init__(self, group: RankGroup, head: PlacedHead) -> None:
+        self._group = group
+        self._head = head
+
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head.module.combine(hidden)
+
+    def __call__(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group, head = self._group, self._head
+        with group.step():
+            group.tell("draft", {**_described(batch), "hidden": _array(hidden)})
+            return head.module(head.embed(batch.input_ids), hidden, batch)
+
 
 def _refuse(what: str, why: str) -> NoReturn:
     raise ValidationError(f"{what} needs tensor_parallel_size=1: {why}.", parameter="tensor_parallel_size", value=what)
@@ -237,8 +261,8 @@ def _named(adapter: Adapter) -> dict[str, object]:
 
 def _described(batch: ForwardBatch) -> dict[str, object]:
     """A batch as plain data; states that share their metadata share it on the other side too."""
-    if batch.images is not None or batch.inputs_embeds is not None or batch.extensions:
-        _refuse("a prompt with pictures", "they are not sent to other processes")
+    if batch.inputs_embeds is not None or batch.extensions:
+        _refuse("a step with embeddings or of a platform's own form", "they are not sent to other processes")
     if batch.inside is not None:
         _refuse("what looks inside the model", "each rank has a part of its activations")
     known: dict[int, int] = {}
@@ -254,6 +278,18 @@ def _described(batch: ForwardBatch) -> dict[str, object]:
         "group_of_state": [known[id(metadata)] for metadata in batch.metadata],
         "adapter_ids": _array(batch.adapter_ids),
         "token_types": _array(batch.token_types),
+        "images": None if batch.images is None else _of_images(batch.images),
+    }
+
+
+def _of_images(images: ImageTokens) -> dict[str, object]:
+    """Features are rank 0's, whose vision tower makes them."""
+    return {
+        "indices": _array(images.indices),
+        "rows": _array(images.rows),
+        "deep": [_array(rows) for rows in images.deep],
+        "both_ways": _array(images.both_ways),
+        "metadata": [None if group is None else _of_attention(group) for group in images.metadata],
     }
 
 
@@ -311,6 +347,7 @@ class FollowingRunner(ModelRunner):
                 "store_accepted": self._store_accepted,
                 "copy_states": self._copy_states,
                 "load_adapters": self._load_adapters_of,
+                "draft": self._draft,
             }
             commands[kind](body)
 
@@ -335,6 +372,12 @@ class FollowingRunner(ModelRunner):
         with self.adapters.logit_rows.of(slots):
             self.compute_logits(hidden)
 
+    def _draft(self, body: Body) -> None:
+        """The head for multi-token prediction; whose states say nothing of the last forward."""
+        recurrent, batch = self._recurrent, self._batch(body)
+        self._recurrent = recurrent
+        self.model.mtp(self.model.embed(batch.input_ids), self._upload(body["hidden"]), batch)
+
     def _store_accepted(self, accepted: list[int]) -> None:
         if self._recurrent is None:
             raise LLMError("drafts were accepted in a step without recurrent states.")
@@ -357,21 +400,35 @@ class FollowingRunner(ModelRunner):
             torch.empty(0, dtype=torch.int64),
             adapter_ids=None if body["adapter_ids"] is None else self._upload(body["adapter_ids"]),
             token_types=None if body["token_types"] is None else self._upload(body["token_types"]),
+            images=None if body["images"] is None else self._images(body["images"]),
+        )
+
+    def _images(self, body: Body) -> ImageTokens:
+        return ImageTokens(
+            self._upload(body["indices"]),
+            self._upload(body["rows"]),
+            tuple(map(self._upload, body["deep"])),
+            None if body["both_ways"] is None else self._upload(body["both_ways"]),
+            [None if group is None else self._attention(group) for group in body["metadata"]],
+        )
+
+    def _attention(self, group: Body) -> AttentionMetadata:
+        starts, lengths = group["query_start_loc"], group["seq_lens"]
+        return AttentionMetadata(
+            self._upload(group["block_table"]),
+            self._upload(group["slot_mapping"]),
+            self._upload(starts),
+            self._upload(lengths),
+            group["block_size"],
+            np.diff(starts).tolist(),
+            lengths.tolist(),
         )
 
     def _metadata(self, group: Body) -> AttentionMetadata | RecurrentMetadata:
+        if "block_table" in group:
+            return self._attention(group)
         starts, lengths = group["query_start_loc"], group["seq_lens"]
         counts = np.diff(starts).tolist()
-        if "block_table" in group:
-            return AttentionMetadata(
-                self._upload(group["block_table"]),
-                self._upload(group["slot_mapping"]),
-                self._upload(starts),
-                self._upload(lengths),
-                group["block_size"],
-                counts,
-                lengths.tolist(),
-            )
         slots, stored = group["slots"], group["stored"]
         metadata = RecurrentMetadata(
             self._upload(slots),

@@ -53,7 +53,7 @@ class Opening:
     knows: dict[str, str]
 
 
-SCHEMA = Schema([Opening, EngineArgs, CacheConfig, SchedulerConfig])
+SCHEMA = Schema([Opening, EngineArgs, CacheConfig, SchedulerConfig, SpeculativeConfig])
 _ANY_NUMBER = 1 << 60  # of bytes: rank 0 has looked at the memory
 # Arguments that concern rank 0 alone.
 _OF_LEAD = (
@@ -76,11 +76,9 @@ def check_ranks(args: EngineArgs, platform: Platform) -> None:
     if platform.get_model_runner_cls() != Platform().get_model_runner_cls():
         why = f"1 on {platform.name}, whose model runner is its own"
         refuse("tensor_parallel_size", args.tensor_parallel_size, why)
-    if args.enable_lora:
-        refuse("enable_lora", True, "False with tensor_parallel_size; merge_lora adds one adapter to the weights")
     drafts = SpeculativeConfig.of(args.speculative_config)
-    if drafts is not None and drafts.has_head:
-        right = "'ngram' or 'draft_model' with tensor_parallel_size: heads that draft are not shared out"
+    if drafts is not None and drafts.method == "eagle3":
+        right = "'mtp', 'ngram' or 'draft_model' with tensor_parallel_size: EAGLE-3's heads are not shared out"
         refuse("speculative_config['method']", drafts.method, right)
     if callable(args.hf_overrides):
         refuse("hf_overrides", args.hf_overrides, "a dict with tensor_parallel_size: a function is not sent to ranks")
@@ -107,7 +105,7 @@ def start_ranks(args: EngineArgs, plan: RunnerPlan, platform: Platform) -> LeadR
         if tp.communicator is None:
             raise LLMError("a group of ranks has no communicator.")
         for rank in range(1, size):
-            workers.append(WorkerProcess(__name__, rank, SCHEMA, name="rank"))
+            workers.append(WorkerProcess(__name__, rank, SCHEMA, name="rank", folder=folder.name))
             workers[-1].send("open", opening)
         return LeadRunner(platform, tp, RankGroup(workers, tp.communicator, folder.cleanup))
     except BaseException:
@@ -125,9 +123,11 @@ def _memory_folder() -> str | None:
 def _opening(args: EngineArgs, plan: RunnerPlan, platform: Platform, meeting: Meeting) -> Opening:
     config, defaults = plan.config, EngineArgs(args.model)
     of_lead = {name: getattr(defaults, name) for name in _OF_LEAD}
+    drafts = SpeculativeConfig.of(args.speculative_config)
+    heads = args.speculative_config if drafts is not None and drafts.has_head else None  # a part of the model
     told = replace(
         args,
-        **{**of_lead, "use_tqdm_on_load": False, "skip_tokenizer_init": True, "speculative_config": None},
+        **{**of_lead, "use_tqdm_on_load": False, "skip_tokenizer_init": True, "speculative_config": heads},
         device=platform.name,
         max_model_len=config.model_config.max_model_len,
         num_threads=config.num_threads,

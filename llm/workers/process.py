@@ -54,6 +54,7 @@ class WorkerProcess:
         environment: variables that it gets besides this process's.
         name: of the worker in what is written and raised.
         inbox: gets its messages, for who waits for several workers; None: `receive` gives them.
+        folder: of this program, which the worker deletes if the program is gone; "": none.
 
     Raises:
         LLMError: the system starts no process.
@@ -69,6 +70,7 @@ class WorkerProcess:
         environment: Mapping[str, str] | None = None,
         name: str = "worker",
         inbox: Inbox | None = None,
+        folder: str = "",
     ) -> None:
         self.number = number
         self.name = f"{name} {number}"
@@ -85,6 +87,7 @@ class WorkerProcess:
                         "number": number,
                         "cores": None if cores is None else sorted(cores),
                         "path": system.search_path(),
+                        "folder": folder,
                     }
                 ),
             ]

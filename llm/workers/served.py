@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import socket
 import threading
 import time
@@ -60,25 +61,35 @@ def _computed_by_others() -> float:
     return time.process_time() - time.thread_time()
 
 
-def _leave_with(program: FileIO) -> None:
+def _leave_with(program: FileIO, folder: str) -> None:
     """End this process soon after the program that started it, whatever its role is in the middle of."""
     program.read()  # returns at the end
+    _delete(folder)
     time.sleep(_END_SECONDS)
     os._exit(1)
 
 
-def serve_role(role: str, number: int) -> None:
+def _delete(folder: str) -> None:
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def serve_role(role: str, number: int, folder: str) -> None:
     """Run a role until the program that started this one closes its end, or the role fails.
 
     Standard input is the program's: a line that says which socket is this worker's, and then nothing until its end.
+
+    Args:
+        folder: of the program, deleted when it is gone; "": none.
     """
     program = FileIO(os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     told = bytes.fromhex(program.readline().decode())
     if not told:
+        _delete(folder)
         return  # the program is gone
-    threading.Thread(target=_leave_with, args=(program,), name="end of the program", daemon=True).start()
+    threading.Thread(target=_leave_with, args=(program, folder), name="end of the program", daemon=True).start()
     connection = ServedConnection(system.taken_over(told), Schema())
     try:
         module = importlib.import_module(role)  # may take long, so it beats already
@@ -86,7 +97,7 @@ def serve_role(role: str, number: int) -> None:
         serve: Callable[[Connection, int], None] = module.serve
         serve(connection, number)
     except EOFError:
-        return  # the program is gone, or has closed its end
+        _delete(folder)  # the program is gone, or has closed its end
     except BaseException:
         connection.send(FAILED, traceback.format_exc())
         raise SystemExit(1) from None

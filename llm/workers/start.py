@@ -7,7 +7,7 @@ import signal
 import sys
 
 
-def main(role: str, number: int, cores: list[int] | None, path: list[str]) -> None:
+def main(role: str, number: int, cores: list[int] | None, path: list[str], folder: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started this
     sys.path[:] = path
     if cores is not None:
@@ -17,7 +17,7 @@ def main(role: str, number: int, cores: list[int] | None, path: list[str]) -> No
         system.limit_cores(cores)
     from llm.workers.served import serve_role
 
-    serve_role(role, number)
+    serve_role(role, number, folder)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ from llm.quantization.storage import (
     expand_slots,
     group_loader,
     order_of_groups,
+    stored_sizes,
     whole_offset,
 )
 from llm.quantization.unquantized import left_alone
@@ -536,6 +537,8 @@ class CompressedTensorsStorage(WeightStorage):
         self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader, ready: Ready
     ) -> None:
         self._sizes, self._columns = sizes, columns
+        self._stored_sizes = stored_sizes(layer, sizes)
+        self._rows_of_rank: Callable[[torch.Tensor, object], torch.Tensor] | None = getattr(layer, "rows_of_rank", None)
         self._shard_ids: tuple[Any, ...] = tuple(getattr(layer, "shard_ids", ()))
         rows, slots, groups = sum(sizes), len(sizes), columns // (self.group_size or columns)
         if self.packed:
@@ -608,7 +611,7 @@ class CompressedTensorsStorage(WeightStorage):
         weight.input_offset = whole_offset(round(-128 - low / weight.input_scale), "input_zero_point")
 
     def _load_shape(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
-        rows = sum(self._sizes) if shard_id is None else self._sizes[self._shard_ids.index(shard_id)]
+        rows = self._stored_rows(shard_id)
         if loaded.tolist() != [rows, self._columns]:
             raise ValueError(f"says {loaded.tolist()}, the model needs {[rows, self._columns]}")
         return param.numel() if shard_id is None else 1
@@ -616,10 +619,15 @@ class CompressedTensorsStorage(WeightStorage):
     def _load_packed_zeros(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> int:
         index = 0 if shard_id is None else self._shard_ids.index(shard_id)
         start = 0 if shard_id is None else sum(self._sizes[:index])
-        rows = sum(self._sizes) if shard_id is None else self._sizes[index]
+        rows = self._stored_rows(shard_id)
         expected = [packed_words(rows, self.bits), param.shape[1]]
         if list(loaded.shape) != expected or loaded.dtype != torch.int32:
             raise ValueError(f"is {loaded.dtype} {list(loaded.shape)}, the model needs int32 {expected}")
         zeros = unpack_from_int32(loaded, self.bits, (rows, param.shape[1]), dim=0)
-        param.data[start : start + rows] = zeros
+        if self._rows_of_rank is not None:
+            zeros = self._rows_of_rank(zeros, shard_id)
+        param.data[start : start + len(zeros)] = zeros
         return zeros.numel()
+
+    def _stored_rows(self, shard_id: Any) -> int:
+        return sum(self._stored_sizes) if shard_id is None else self._stored_sizes[self._shard_ids.index(shard_id)]

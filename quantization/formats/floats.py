@@ -33,6 +33,7 @@ from llm.quantization.storage import (
     check_scales,
     expand_slots,
     scale_values,
+    stored_sizes,
 )
 from llm.quantization.unquantized import left_alone
 
@@ -187,7 +188,7 @@ class Float8Storage(WeightStorage):
         self._sizes, self._columns, self._loader = sizes, columns, loader
         self._shard_ids: tuple[object, ...] = tuple(getattr(layer, "shard_ids", ()))
         # Of the whole model: blocks are counted from a matrix's first row, whatever rows this rank has.
-        self._stored_sizes: list[int] = list(getattr(layer, "output_sizes", sizes))
+        self._stored_sizes = stored_sizes(layer, sizes)
         self._stored_columns: int = getattr(layer, "input_size", columns)
         rows = sum(sizes)
         data = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)

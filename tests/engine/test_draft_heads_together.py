@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 from checkpoints.adapters import write_adapter
-from checkpoints.draft_heads import eager
+from checkpoints.draft_heads import eager, with_multi_token
+from kernel_sets import needs_kernels
+from ranks.kept import kept_ranks
+from ranks.matrix import evened
 from test_draft_heads import GREEDY, Drafted, made, said
-from tiny_models import one_thread, reference_model
+from tiny_models import TINY_MODELS, one_thread, reference_model, write_checkpoint
 
 from llm import LLM
+from llm.config import SpeculativeConfig
 from llm.inputs import LoRARequest
 
 SIZES = {"max_model_len": 64, "block_size": 4}
@@ -71,3 +75,25 @@ def test_quantized_weights_are_saved_with_their_head(drafted: Drafted, tmp_path:
     with one_thread(), LLM(tmp_path / "saved", skip_tokenizer_init=True, **arguments) as llm, eager(llm) as proposer:
         assert said(llm, [PROMPT]) == plain
         assert proposer.made == drafts
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-5-moe"])
+def test_ranks_draft_and_answer_as_one_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TINY_MODELS, name, evened(TINY_MODELS[name]))
+    write_checkpoint(TINY_MODELS[name], tmp_path / "plain")
+    with_multi_token(name, tmp_path / "plain", tmp_path / "head")
+    prompts = [[*PROMPT, index] for index in range(3)]
+    options = {**TINY_MODELS[name].engine, **SIZES, "num_threads": 1, "skip_tokenizer_init": True}
+    options["speculative_config"] = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
+    found: list[Any] = []
+    with one_thread(), kept_ranks():
+        for size in (1, 2):
+            with LLM(tmp_path / "head", tensor_parallel_size=size, **options) as llm:
+                answers = {tuple(ids): tokens for ids, tokens in zip(prompts, said(llm, prompts), strict=True)}
+                with eager(llm, answers=answers) as proposer:
+                    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+                    found.append([(item.outputs[0].token_ids, item.outputs[0].logprobs) for item in outputs])
+                    found[-1].append(proposer.made)
+                    assert proposer.made and llm.stats().accepted_tokens
+    assert found[0] == found[1]

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow
 import pytest
 from embedded import engine_of, open_llm
+from kernel_sets import needs_kernels
 
 from llm import LLM, SamplingParams, ValidationError
 from llm.engine.output import output_without_run
@@ -21,7 +22,7 @@ from llm.jobs.journal import SharedJournal, encode
 from llm.jobs.requests import JobAdapters
 from llm.jobs.worker import PieceRows, RowWorker, plain_row
 from llm.output_formats import output_as_json
-from llm.ray import LLMProcessorConfig, LLMWorker, _planned
+from llm.ray import LLMProcessorConfig, LLMWorker, _planned, _threads
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 SAID = output_as_json(output_without_run(RefusedRow(0, ValidationError("said"))))
@@ -180,11 +181,23 @@ def test_batches_of_arrays_and_of_tables(whole: list[dict[str, Any]]) -> None:
     assert answered.to_pylist()[0]["num_generated_tokens"] == 6  # type: ignore[union-attr]
 
 
+@needs_kernels
+def test_a_worker_of_two_ranks_answers_as_one_process(whole: list[dict[str, Any]]) -> None:
+    options = {"max_model_len": 64, "share": 0.5, "num_threads": 1, "tensor_parallel_size": 2}
+    own = LLMWorker(sampling_params={"max_tokens": 6, "ignore_eos": True}, **options)
+    assert own(pyarrow.Table.from_pylist(ROWS)).to_pylist() == whole  # type: ignore[union-attr]
+    assert own._llm.config.parallel_config.tensor_parallel_size == 2
+    own._llm.close()
+
+
 def test_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, half = (LLM.plan().kv_cache_bytes, _planned(LLM.plan().model, {}, 0.5)["kv_cache_memory_bytes"])
     assert 0 < half <= whole
     assert _planned("x", {"kv_cache_memory_bytes": 5}, 0.5) == {"kv_cache_memory_bytes": 5}
     assert _planned("x", {}, 1.0) == {}
+    ranks = {"tensor_parallel_size": 2}
+    assert _planned(LLM.plan().model, ranks, 0.5)["kv_cache_memory_bytes"] == half // 2
+    assert (_threads(9, {}), _threads(9, ranks), _threads(1, ranks)) == (9, 4, 1)
     monkeypatch.setattr("llm.platforms.cpu.CpuPlatform.memory_total", lambda self: 32 << 20)
     assert _planned(LLM.plan().model, {}, 0.5)["kv_cache_memory_bytes"] < 3 << 20
     with pytest.raises(OutOfMemoryError, match="use fewer workers per machine"):

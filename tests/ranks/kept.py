@@ -32,7 +32,7 @@ class KeptProcesses:
 
     def worker(self, role: str, rank: int, schema: object, **options: Any) -> KeptWorker:
         """In the place of `WorkerProcess`."""
-        assert (role, options) == ("llm.setup.ranks", {"name": "rank"})
+        assert role == "llm.setup.ranks" and set(options) == {"name", "folder"}
         return KeptWorker(self.of(rank))
 
 

@@ -12,16 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints.adapters import LINEAR, write_adapter
 from drafts import Recorder, drafting, fake
 from embedded import PROMPTS, assert_idle, engine_of, open_llm, run
 from kernel_sets import needs_kernels
+from models import images
 from ranks.kept import kept_ranks
 from ranks.matrix import answers, evened
-from tiny_models import TINY_MODELS, make_prompts, one_thread, write_checkpoint
+from safetensors.torch import save_file
+from tiny_models import TINY_MODELS, TinyModel, make_prompts, one_thread, reference_model, write_checkpoint
 from workers.test_workers import is_gone
 
 from llm import LLM, RankError, SamplingParams, ValidationError, WorkerDiedError
+from llm.errors import CheckpointError
+from llm.inputs import LoRARequest
 from llm.layers.communicators import SharedMemoryCommunicator
+from llm.loading.adapters.targets import LayerTarget
 from llm.runner.model_runner import ModelRunner
 from llm.sampling_params import StructuredOutputsParams
 
@@ -81,6 +87,65 @@ def test_vectors_of_two_ranks(tmp_path: Path) -> None:
         with open_llm(task="embed", max_model_len=64, tensor_parallel_size=size) as llm:
             vectors.append([output.outputs.embedding for output in llm.embed(PROMPTS, use_tqdm=False)])
     assert vectors[0] == vectors[1]
+
+
+# Key heads that ranks share, and a vocabulary that they do not divide.
+ADAPTED = TinyModel("LlamaConfig", {"num_hidden_layers": 2, "num_key_value_heads": 1, "tie_word_embeddings": True})
+
+
+def adapted(folder: Path, adapters: list[LoRARequest], size: int) -> list[Any]:
+    prompts = [ids for ids in make_prompts(ADAPTED) for _ in range(3)]
+    requests = [[None, *adapters][index % (len(adapters) + 1)] for index in range(len(prompts))]
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
+    options = {"skip_tokenizer_init": True, "enable_lora": True, "max_loras": 2, "max_num_batched_tokens": 24}
+    with open_llm(folder, tensor_parallel_size=size, **options) as llm:
+        outputs = llm.generate(prompts, params, lora_request=requests, use_tqdm=False)
+        return [(item.outputs[0].token_ids, item.outputs[0].logprobs) for item in outputs]
+
+
+def test_adapters_of_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rank 0 taking the rows of others as the negative control."""
+    write_checkpoint(evened(ADAPTED), tmp_path / "model")
+    model, adapters = reference_model(tmp_path / "model"), []
+    for number, names in enumerate([(*LINEAR, "embed_tokens"), ("q_proj", "up_proj"), ("lm_head",)], 1):
+        folder = write_adapter(model, tmp_path / str(number), names, rank=3 + number, seed=number)
+        adapters.append(LoRARequest(str(number), number, str(folder)))
+    expected = adapted(tmp_path / "model", adapters, 1)
+    assert len({str(item) for item in expected}) == len(expected), "an adapter changes nothing"
+    assert adapted(tmp_path / "model", adapters, 2) == expected
+    own = LayerTarget.of_rank
+    monkeypatch.setattr(LayerTarget, "of_rank", lambda self, rows: own(self, rows.flip(0)))
+    assert adapted(tmp_path / "model", adapters, 2) != expected
+
+
+def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(evened(TINY_MODELS["mixtral"]), tmp_path / "model")
+    tensors = {
+        f"base_model.model.model.layers.0.block_sparse_moe.experts.0.w1.lora_{part}.weight": torch.zeros(shape)
+        for part, shape in {"A": (2, 48), "B": (96, 2)}.items()
+    }
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    own = LoRARequest("own", 1, str(tmp_path))
+    with (
+        open_llm(tmp_path / "model", skip_tokenizer_init=True, enable_lora=True, tensor_parallel_size=2) as llm,
+        pytest.raises(CheckpointError, match="of an expert, which with tensor_parallel_size one rank has"),
+    ):
+        llm.generate([[5, 6]], lora_request=own, use_tqdm=False)
+
+
+# Of three positions with features for further layers; with spans that see both ways.
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_pictures(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL")
+    family = images.FAMILIES[name]
+    monkeypatch.setitem(images.FAMILIES, name, replace(family, text={**family.text, "intermediate_size": 96}))
+    images.write(name, tmp_path)
+    found = []
+    for size in (1, 2):
+        with open_llm(tmp_path, max_num_batched_tokens=13, tensor_parallel_size=size) as llm:
+            found.append([images.bits(item) for item in run(llm, images.asked(name), images.GREEDY)])
+    assert found[0] == found[1]
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +222,10 @@ def test_what_one_rank_cannot_do_is_refused(llm: LLM, tmp_path: Path) -> None:
         lambda: llm.save_quantized(tmp_path / "saved"),
         lambda: LLM(tensor_parallel_size=2, calibration=["text"], quantization="w4a16"),
         lambda: LLM(tensor_parallel_size=2, offload_weights=True),
-        lambda: LLM(tensor_parallel_size=2, enable_lora=True),
-        lambda: LLM(tensor_parallel_size=2, speculative_config={"method": "mtp"}),
+        lambda: llm.sites(),
+        lambda: llm.generate(PROMPTS, use_tqdm=False, capture="layers.0.output"),
+        lambda: llm.sleep(),
+        lambda: LLM(tensor_parallel_size=2, speculative_config={"method": "eagle3", "model": "tiny"}),
         lambda: LLM(tensor_parallel_size=2, data_parallel_size=2),
         lambda: LLM(tensor_parallel_size=2, hf_overrides=lambda config: config),
     ):

@@ -209,14 +209,16 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_no_worker_outlives_its_program(end: str, tmp_path: Path) -> None:
     """Idle or in the middle of something, and whatever ends the program; without a guard around its code."""
-    script = tmp_path / "script.py"
+    script, shared = tmp_path / "script.py", tmp_path / "shared"
+    shared.mkdir()
+    (shared / "memory").write_bytes(bytes(8))
     script.write_text(
         textwrap.dedent(
             f"""
             import gc, os, sys, time
             from workers.echo_role import SCHEMA
             from llm.workers.process import WorkerProcess
-            worker, other = (WorkerProcess({ROLE!r}, number, SCHEMA) for number in range(2))
+            worker, other = (WorkerProcess({ROLE!r}, number, SCHEMA, folder={str(shared)!r}) for number in range(2))
             for each in (worker, other):
                 each.send("echo")
                 each.receive(60)
@@ -233,6 +235,7 @@ def test_no_worker_outlives_its_program(end: str, tmp_path: Path) -> None:
         assert program.stdout is not None
         pids = [int(pid) for pid in program.stdout.readline().split()]
         assert len(pids) == 2 and all(map(is_gone, pids)), program.stderr and program.stderr.read()
+        assert not shared.exists()  # what the program would have deleted
         program.kill()
         if end == "a fork that exits":
             assert program.stdout.read() == "echo\n"  # the child's exit ended no worker of its parent

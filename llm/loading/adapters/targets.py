@@ -34,13 +34,16 @@ _OF_TOWERS = frozenset("visual vision_tower vision_model multi_modal_projector c
 
 @dataclass(frozen=True)
 class LayerTarget:
-    """Output channels [first, first + channels) of a layer.
+    """Output channels of a layer.
 
     Attributes:
         layer: the linear layer or the table.
         is_head: the table as the LM head, whose input are hidden states.
+        first: the first of them among those that this rank computes.
+        channels, inputs: of the adapter's matrices, of all ranks.
         arrange: brings the rows of the second matrix into the order of the layer's; None: they are.
         experts: the layer of experts that the layer is a part of.
+        shard_id: the layer's name for them; None: they are all that it has.
     """
 
     layer: LinearBase | VocabParallelEmbedding
@@ -50,6 +53,20 @@ class LayerTarget:
     inputs: int
     arrange: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     experts: FusedMoE | None = None
+    shard_id: object = None
+
+    @property
+    def width(self) -> int:
+        """Of what this rank computes of the layer's output."""
+        if isinstance(self.layer, LinearBase):
+            return self.layer.output_size_per_partition
+        return self.layer.shard.rows if self.is_head else self.channels
+
+    def of_rank(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the second matrix or its bias: of a looked up row, all."""
+        if isinstance(self.layer, VocabParallelEmbedding) and not self.is_head:
+            return rows
+        return self.layer.rows_of_rank(rows, self.shard_id)
 
 
 class Targets:
@@ -82,12 +99,13 @@ class Targets:
         found = None
         if isinstance(layer, LinearBase) and not pair.is_lookup and self._adds(layer):
             index = None if target.shard_id is None else layer.shard_ids.index(target.shard_id)
-            first = 0 if index is None else sum(layer.output_sizes[:index])
+            first = 0 if index is None else sum(layer.output_partition_sizes[:index])
             channels = layer.output_size if index is None else layer.output_sizes[index]
             arrange = self._map.restacking(target)
             experts = self._of_experts.get(id(layer))
-            found = LayerTarget(layer, False, first, channels, layer.input_size, arrange, experts)
-        elif isinstance(layer, VocabParallelEmbedding) and layer.is_plain:
+            shard_id = target.shard_id
+            found = LayerTarget(layer, False, first, channels, layer.input_size, arrange, experts, shard_id)
+        elif isinstance(layer, VocabParallelEmbedding) and layer.is_in_order:
             width, ids = layer.embedding_dim, layer.num_embeddings
             if pair.is_lookup:
                 found = LayerTarget(layer, False, 0, width, ids)
@@ -100,13 +118,18 @@ class Targets:
 
     def _adds(self, layer: LinearBase) -> bool:
         """Whether the layer itself computes: latent attention reads `kv_b_proj` in parts."""
+        return not self._is_elsewhere(layer) and not isinstance(layer.quant_method, AbsorbedLinearMethod)
+
+    def _is_elsewhere(self, layer: nn.Module | None) -> bool:
+        """Whether the layer is of an expert, and ranks have some of them each."""
         experts = self._of_experts.get(id(layer))
-        is_split = layer.tp_size > 1 or (isinstance(experts, FusedMoE) and experts.tp.size > 1)
-        return not is_split and not isinstance(layer.quant_method, AbsorbedLinearMethod)
+        return isinstance(experts, FusedMoE) and experts.tp.size > 1
 
     def _refusal(self, folder: AdapterFolder, pair: Pair, layer: nn.Module | None) -> CheckpointError:
         if layer is None and not any(name.startswith(f"{pair.name}.") for name in self._modules):
             what = "which is no layer of this model by itself"
+        elif self._is_elsewhere(layer):
+            what = "of an expert, which with tensor_parallel_size one rank has"
         else:
             what = f"a {type(layer).__name__}" if layer is not None else "which holds layers"
         base = f" (it was trained for {quote(folder.config.base)})" if folder.config.base else ""
