@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -321,9 +320,7 @@ def quantize_weight_as(
     Raises:
         ValueError: a weight is not finite, or too large for the form's scales.
     """
-    # As in `quantize_with_feedback`, threads would wait for each other after every column.
-    with nullcontext() if feedback is None else library_defaults(num_threads=1):
-        q, scale, minimum, signal, noise = kernel(weight, form, group_size, out, rotation, feedback)
+    q, scale, minimum, signal, noise = kernel(weight, form, group_size, out, rotation, feedback)
     return Quantized(q, scale, signal, noise, minimum)
 
 
@@ -352,10 +349,16 @@ def feedback_of_columns(weight: torch.Tensor, rotation: int) -> torch.Tensor | N
         return None
     root = squares.sqrt()
     inverse = (root * root.sqrt()).view(-1, rotation)
-    matrix = hadamard(rotation).to(squares)
-    # Both times rotated: H diag(inverse) H, of which the upper Cholesky factor spreads errors.
-    factor = torch.linalg.cholesky(matrix @ (inverse[..., None] * matrix), upper=True)
-    return (factor / factor.diagonal(dim1=1, dim2=2)[..., None]).float().contiguous()
+    # Both times rotated, H diag(inverse) H: element (i, j) is what `inverse @ H` has at i xor j. Its upper Cholesky
+    # factor spreads errors, and lies in memory as wanted as the transposed lower one.
+    at = torch.arange(rotation, device=weight.device)
+    found = torch.empty(len(inverse), rotation, rotation, device=weight.device)
+    with library_defaults(num_threads=1):  # threads would wait for each other at every small matrix
+        rotated = inverse @ hadamard(rotation).to(squares) / math.sqrt(rotation)
+        for block, moments in zip(found, rotated, strict=True):  # one in float64 at a time
+            factor = torch.linalg.cholesky(moments[at[:, None] ^ at]).mT
+            torch.div(factor, factor.diagonal()[:, None], out=block)
+    return found
 
 
 def _order_of_rounding(moments: Sequence[torch.Tensor], group_size: int) -> list[torch.Tensor]:

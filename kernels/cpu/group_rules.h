@@ -180,7 +180,15 @@ struct AsymmetricIntegers {
 struct WholeSteps {
     static constexpr float STEPS[] = {1.0f, 0.0f, -1.0f, -2.0f}, PLACES[] = {0.0f, -1.0f, 1.0f}, MOST = 15.0f;
     static constexpr float PLACES_IN_STEP = 3.2f, FIRST_PLACE = 16.0f;
-    struct Level { F32 step, place, error; };
+    struct Level {
+        F32 step, place, error;
+
+        // Step and place as `Weight` has them, in bytes that are to be read without a sign.
+        LLM_INLINE I32 byte() const {
+            const F32 both = step + place * set1(16.0f);
+            return to_int(select_less(place, set1(8.0f), both, both - set1(256.0f)));
+        }
+    };
 
     LLM_INLINE Level operator()(GroupTile x, Codes codes) const {
         F32 low = x[0], high = x[0];
@@ -197,7 +205,6 @@ struct WholeSteps {
         return best;
     }
 
-  private:
     static LLM_INLINE F32 floor_of(F32 x) {
         const F32 near = round_even(x);
         return select_less(x, near, near - set1(1.0f), near);
@@ -215,6 +222,8 @@ struct WholeSteps {
               most(min(floor_of((shift + set1(127.0f)) / by), set1(MOST))) {}
         LLM_INLINE F32 code(F32 moved) const { return max(min(round_even(moved * per_step), most), least); }
     };
+
+  private:
     // Takes a step and a place where their error is less. Inlined a dozen times it would take long to compile.
     __attribute__((noinline)) static void attempt(GroupTile x, F32 step, F32 place, Level& best) {
         const Grid grid(step, place);

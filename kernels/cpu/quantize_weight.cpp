@@ -36,7 +36,8 @@ struct Energy {
 struct Job {
     int8_t* q;
     float *scale, *minimum;
-    double* energies;  // of each row, or of each 16 groups: the sums of W^2 and of its error's squares
+    double* energies;       // of each row, or of each 16 groups: the sums of W^2 and of its error's squares
+    const float* feedback;  // of TWO_LEVELS: [k / rotation][rotation][rotation], or null
     int64_t n, k, group_size, rotation, threads;
 
     int64_t groups() const { return n * (k / group_size); }
@@ -189,11 +190,70 @@ template <class T> class LeveledRows {
   public:
     LeveledRows(const Job& job, const T* src)
         : job_(job), src_(src), per_row_(job.k / job.group_size),
-          rows_(max(1, min(LANES, 4 * TASK_ELEMENTS / max(1, job.k)))),
+          rows_(job.feedback ? LANES : max(1, min(LANES, 4 * TASK_ELEMENTS / max(1, job.k)))),
           lanes_(ceil_div(rows_ * per_row_, LANES) * LANES) {}
     int64_t tasks() const { return ceil_div(job_.n, rows_); }
-    int64_t scratch_bytes() const { return (rows_ * job_.k + LANES + 2 * tile() + lanes_) * sizeof(float); }
+    int64_t scratch_bytes() const {
+        const int64_t tiles = job_.feedback ? 5 * tile_floats(job_.rotation) : 2 * tile();
+        return (rows_ * job_.k + LANES + tiles + lanes_) * sizeof(float);
+    }
     int64_t run(int64_t task, char* scratch) const {
+        return job_.feedback ? run_with_feedback(task, scratch) : run_groups(task, scratch);
+    }
+
+  private:
+    // Sixteen rows side by side, a block of rotated columns after the other: `_round_with_feedback` of the reference.
+    int64_t run_with_feedback(int64_t task, char* scratch) const {
+        const int64_t first = task * LANES, count = min(LANES, job_.n - first), block = job_.rotation;
+        float* rows = reinterpret_cast<float*>(scratch);
+        float *side_by_side = rows + LANES * job_.k + LANES, *in_rows = side_by_side + tile_floats(block);
+        float *original = in_rows + tile_floats(block), *codes = original + tile_floats(block);
+        int8_t* bytes = reinterpret_cast<int8_t*>(codes + tile_floats(block));
+        alignas(64) float scales[LANES];
+        store(scales, set1(1.0f));
+        for (int64_t r = 0; r < count; ++r) {
+            const float scale = read(first + r, rows + r * job_.k);
+            if (scale == 0.0f) return NOT_FINITE;
+            job_.scale[first + r] = scales[r] = scale;
+        }
+        const GroupTile x{side_by_side, block};
+        double signal = 0, noise = 0;
+        for (int64_t start = 0; start < job_.k; start += block) {
+            for (int64_t r = 0; r < count; ++r)
+                for (int64_t i = 0; i < block; i += LANES)
+                    store(in_rows + r * block + i, load(rows + r * job_.k + start + i) / set1(scales[r]));
+            x.read(in_rows, count);
+            std::memcpy(original, x.x, block * LANES * sizeof(float));
+            Energy energy;
+            for (int64_t at = 0; at < block; at += job_.group_size)
+                round_group(x, at, job_.feedback + start * block, original, codes, first, count, start, energy);
+            signal += sum(energy.squares * (load(scales) * load(scales)));
+            noise += sum(energy.errors * (load(scales) * load(scales)));
+            write_codes(codes, bytes, block, count);
+            for (int64_t r = 0; r < count; ++r)
+                std::memcpy(job_.q + (first + r) * job_.k + start, bytes + r * block, block);
+        }
+        job_.energies[2 * first] = signal, job_.energies[2 * first + 1] = noise;
+        return 0;
+    }
+    // The group of `x` from column `at` on: its codes and levels; errors go to all columns after each.
+    void round_group(GroupTile x, int64_t at, const float* feedback, const float* original, float* codes, int64_t first,
+                     int64_t count, int64_t start, Energy& energy) const {
+        const WholeSteps::Level found = WholeSteps()({x.x + at * LANES, job_.group_size}, {codes + at * LANES});
+        alignas(16) int8_t levels[LANES];
+        store_int8(levels, found.byte());
+        uint8_t* to = reinterpret_cast<uint8_t*>(job_.minimum) + first * per_row_ + (start + at) / job_.group_size;
+        for (int64_t r = 0; r < count; ++r) to[r * per_row_] = static_cast<uint8_t>(levels[r]);
+        const WholeSteps::Grid grid(found.step, found.place);
+        for (int64_t i = at; i < at + job_.group_size; ++i) {
+            const F32 code = grid.code(x[i] + grid.shift), value = code * grid.step - grid.shift, error = x[i] - value;
+            store(codes + i * LANES, code - set1(8.0f));
+            energy.add(load(original + i * LANES), load(original + i * LANES) - value);
+            for (int64_t j = i + 1; j < x.size; ++j)
+                store(x.x + j * LANES, x[j] - set1(feedback[i * x.size + j]) * error);
+        }
+    }
+    int64_t run_groups(int64_t task, char* scratch) const {
         float* rows = reinterpret_cast<float*>(scratch);
         const GroupTile x{rows + rows_ * job_.k + LANES, job_.group_size};
         const Codes codes{x.x + tile()};
@@ -220,8 +280,7 @@ template <class T> class LeveledRows {
             }
             const WholeSteps::Level found = WholeSteps()(x, codes);
             alignas(16) int8_t bytes[LANES];
-            store_int8(bytes, to_int(select_less(found.place, set1(8.0f), found.step + found.place * set1(16.0f),
-                                                 found.step + found.place * set1(16.0f) - set1(256.0f))));
+            store_int8(bytes, found.byte());
             std::memcpy(levels + g, bytes, some);
             write_codes(codes.codes, job_.q + first * job_.k + g * job_.group_size, job_.group_size, some);
             signal += sum(squares * (scale * scale)), noise += sum(found.error * (scale * scale));
@@ -263,11 +322,13 @@ using namespace llm;
 // src [n, k] -> q [n, k], scale and minimum (of Q4_K, the zero point of ASYMMETRIC) [n, k / group_size], energies.
 // Integers are in [-high, high], those searched for in [-high - 1, high]. Of TWO_LEVELS scale is [n], and minimum
 // holds the levels as bytes. `table` [16] of NF4. `rotation`: rows are rotated first (rotate.h), for ROUNDED and
-// TWO_LEVELS alone. Returns 0, or what is wrong with the weight.
+// TWO_LEVELS alone. `feedback` of TWO_LEVELS, or null: by how much of each column's error the columns after it in its
+// block become less. Returns 0, or what is wrong with the weight.
 LLM_EXPORT int64_t llm_quantize_weight(Kind kind, WeightForm form, const void* src, int8_t* q, float* scale,
-                                       float* minimum, double* energies, const float* table, int64_t n, int64_t k,
-                                       int64_t high, int64_t group_size, int64_t rotation, int64_t threads) {
-    const Job job{q, scale, minimum, energies, n, k, group_size, rotation, threads};
+                                       float* minimum, double* energies, const float* table, const float* feedback,
+                                       int64_t n, int64_t k, int64_t high, int64_t group_size, int64_t rotation,
+                                       int64_t threads) {
+    const Job job{q, scale, minimum, energies, feedback, n, k, group_size, rotation, threads};
     return with_type(kind, [&](auto type) {
         return quantize(form, job, static_cast<float>(high), table,
                         static_cast<const typename decltype(type)::Value*>(src));

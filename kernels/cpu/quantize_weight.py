@@ -9,7 +9,7 @@ from llm.kernels.cpu.library import KINDS, Library, pointer
 from llm.kernels.cpu.packed import LANES
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.reference import quantize_weight as reference
-from llm.kernels.reference.quantize_weight import BEYOND, FORMS, NOT_FINITE
+from llm.kernels.reference.quantize_weight import BEYOND, FORMS, NOT_FINITE, check_feedback
 from llm.kernels.reference.rotation import check_block, rotate
 
 _QUANTIZE = KERNELS["llm_quantize_weight"]
@@ -51,6 +51,7 @@ def _quantize_into(
     table: torch.Tensor | None = None,
     high: int = 0,
     rotation: int = 0,
+    feedback: torch.Tensor | None = None,
 ) -> tuple[float, float]:
     """Writes q, scale and minimum; returns the sums of W^2 and of its error's squares.
 
@@ -71,9 +72,12 @@ def _quantize_into(
     if leveled and minimum is not None and (minimum.numel() != groups or not minimum.is_contiguous()):
         raise ValueError(f"levels are {[rows, columns // group_size]}, got {list(minimum.shape)}")
     energies = torch.zeros(max(rows, -(-scale.numel() // LANES)), 2, dtype=torch.float64)
-    places = (weight.data_ptr(), q.data_ptr(), scale.data_ptr(), pointer(minimum), energies.data_ptr(), pointer(table))
+    if feedback is not None:
+        check_feedback(feedback, columns, group_size, rotation)
+    places = (weight.data_ptr(), q.data_ptr(), scale.data_ptr(), pointer(minimum), energies.data_ptr())
+    tables = (pointer(table), pointer(feedback))
     sizes = (rows, columns, high, group_size, rotation, num_threads())
-    wrong = lib.call(_QUANTIZE, KINDS[weight.dtype], form, *places, *sizes)
+    wrong = lib.call(_QUANTIZE, KINDS[weight.dtype], form, *places, *tables, *sizes)
     if wrong:
         raise ValueError(NOT_FINITE if wrong & _NOT_FINITE else BEYOND)
     signal, noise = energies.sum(dim=0).tolist()
@@ -90,7 +94,7 @@ def quantize_weight_as(
     feedback: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
     """(q, scale, minimum, signal, noise) as the definition; the last two in another order of sums."""
-    if weight.dtype not in KINDS or form not in FORMS or feedback is not None:
+    if weight.dtype not in KINDS or form not in FORMS or (feedback is not None and form != "two_levels"):
         return reference.quantize_weight_as(weight, form, group_size, out, rotation, feedback)
     rows, columns = weight.shape
     q, scale, minimum = out or reference.empty(form, rows, columns, group_size)
@@ -107,6 +111,15 @@ def quantize_weight_as(
     if form == "q4_k" and columns % reference.SUPER_BLOCK:
         raise ValueError(f"blocks of {reference.SUPER_BLOCK} do not divide {columns} columns")
     signal, noise = _quantize_into(
-        lib, weight, _FIRST_FORM + FORMS.index(form), group_size, q, scale, minimum, table, rotation=rotation
+        lib,
+        weight,
+        _FIRST_FORM + FORMS.index(form),
+        group_size,
+        q,
+        scale,
+        minimum,
+        table,
+        rotation=rotation,
+        feedback=feedback,
     )
     return q, scale, minimum, signal, noise

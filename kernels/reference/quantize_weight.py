@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llm.base.library_settings import library_defaults
 from llm.kernels.reference.rotation import rotate
 
 NOT_FINITE = "holds NaN or infinite values and cannot be quantized"
@@ -225,9 +226,11 @@ def quantize_weight_as(
         values = rotate(weight[part], rotation) if rotation else weight[part].float()
         groups = values.unflatten(1, (-1, group_size))
         largest = largest_of(groups)
-        found = (
-            _ROUND[form](groups, largest) if feedback is None else _round_with_feedback(form, groups, largest, feedback)
-        )
+        if feedback is None:
+            found = _ROUND[form](groups, largest)
+        else:
+            with library_defaults(num_threads=1):  # threads would wait for each other after every column
+                found = _round_with_feedback(form, groups, largest, feedback)
         q[part], scale[part] = found.codes.to(q.dtype).view(-1, columns), found.scale[..., 0]
         if minimum is not None and found.minimum is not None:
             minimum[part] = found.minimum[..., 0]

@@ -3,6 +3,7 @@ next to nothing."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from llm.kernels.reference import linear as reference
 from llm.kernels.reference import quantize_weight as quantizing
 from llm.kernels.reference.rotation import block_for, rotate
 from llm.kernels.weight import ExpertWeights, Weight, eight_bits
+from llm.quantization.quantizer import feedback_of_columns
 
 pytestmark = needs_compiler
 SIZES = [(576, 64), (1536, 256), (48, 16), (384, 128), (96, 32)]
@@ -119,6 +121,35 @@ def test_two_levels_of_scales_have_the_bits_of_the_definition(
     expected = reference.linear(x, defined)
     for count in (60, 29, 13, 12, 7, 5, 4, 3, 2, 1):  # alone, in a batch and in parts of it
         assert torch.equal(kernels.op("linear")(x[-count:], packed), expected[-count:]), count
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("rows", "columns", "size", "block"), [case for case in LEVELS if case[3] and case[3] % case[2] == 0]
+)
+def test_errors_that_are_fed_back_have_the_bits_of_the_definition(
+    isa: str, rows: int, columns: int, size: int, block: int
+) -> None:
+    """A row's bits do not depend on the rows beside it."""
+    weight = normal(rows, columns) * normal(rows, 1, seed=4) / (1 + 30 * (torch.arange(columns) % 19 == 3))
+    weight[0], weight[1, :size], weight[2] = 0, 0, 0.01
+    feedback = feedback_of_columns(weight, block)
+    assert feedback is not None
+    quantized = kernel_set(isa).op("quantize_weight_as")
+    *found, signal, noise = quantized(weight, "two_levels", size, None, block, feedback)
+    *parts, defined_signal, defined_noise = quantizing.quantize_weight_as(
+        weight, "two_levels", size, None, block, feedback
+    )
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, parts, strict=True))
+    assert (signal, noise) == pytest.approx((defined_signal, defined_noise), rel=1e-5)
+    alone = quantized(weight[4:5], "two_levels", size, None, block, feedback)[:3]
+    assert all(torch.equal(one, every[4:5]) for one, every in zip(alone, found, strict=True))
+    # Without what is fed back other codes are found.
+    assert not torch.equal(found[0], quantized(weight, "two_levels", size, None, block)[0])
+    with pytest.raises(ValueError, match="feedback is contiguous"):
+        quantized(weight, "two_levels", size, None, block, feedback[:, :-1])
+    with pytest.raises(ValueError, match="cannot be quantized"):
+        quantized(weight.where(weight != weight[3, 3], math.nan), "two_levels", size, None, block, feedback)
 
 
 @pytest.mark.parametrize("isa", ISAS)
