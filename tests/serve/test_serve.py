@@ -170,7 +170,8 @@ def test_a_chat_is_the_librarys(client: openai.OpenAI, llm: LLM) -> None:
     assert [
         score for each in deltas if each.logprobs for score in each.logprobs.content or []
     ] == choice.logprobs.content
-    assert deltas[-1].finish_reason == own.finish_reason and len(deltas) > 4
+    assert deltas[-1].finish_reason == own.finish_reason
+    assert len(deltas) > 2, "the role, the first token and the end are told at once, the rest as time allows"
     long = client.chat.completions.create(model="tiny", messages=ASK, temperature=0, extra_body={"ignore_eos": True})
     assert long.usage is not None and long.usage.total_tokens == 256, "as long as there is room for"
 
