@@ -664,7 +664,7 @@ class QuantizeOnLoad(StreamedStorage):
         """Of rotated columns errors are compensated by what the columns show, where no texts do."""
         fits = self.rotation and self.form in ("two_levels", "asymmetric") and self.rotation % self.group_size == 0
         if fits and not self.compensates:
-            self._feedback = feedback_of_columns(loaded, self.rotation)
+            self._feedback = feedback_of_columns(loaded, self.rotation, far_apart_only=self.form == "asymmetric")
 
     @property
     def compensates(self) -> bool:
@@ -689,6 +689,7 @@ class QuantizeOnLoad(StreamedStorage):
             loaded = loaded.to(weight.q.device)
         third = next((part for part in (weight.zero, weight.minimum, weight.levels) if part is not None), None)
         result = self.quantized(loaded, (q, scale, None if third is None else third[rows]))
+        self._feedback = None  # of this tensor alone
         if result.q is not q:
             q.copy_(result.q)
             scale.copy_(result.scale)

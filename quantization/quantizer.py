@@ -324,7 +324,7 @@ def quantize_weight_as(
     return Quantized(q, scale, signal, noise, minimum)
 
 
-def feedback_of_columns(weight: torch.Tensor, rotation: int) -> torch.Tensor | None:
+def feedback_of_columns(weight: torch.Tensor, rotation: int, far_apart_only: bool = False) -> torch.Tensor | None:
     """How errors of a weight [N, K] that is rotated in blocks are compensated where no texts show its inputs.
 
     Columns of small weights are taken to be read by large inputs, as training leaves them: where a channel of the
@@ -333,9 +333,12 @@ def feedback_of_columns(weight: torch.Tensor, rotation: int) -> torch.Tensor | N
     guess: those of Gemma are large where the residual stream is small.) What errors do to outputs in rotated columns
     follows from that, and so does how much of each error the columns after it take (GPTQ, arXiv:2210.17323).
 
+    Args:
+        far_apart_only: for forms without a kernel, whose feedback takes long: only where it makes most difference.
+
     Returns:
         float32 [K / rotation, rotation, rotation], as `quantize_weight_as` of the reference takes it. None: no block's
-        columns are so far apart that it is worth its time, or the squares are not finite.
+        columns are far apart and that is asked for, or the squares are not finite.
     """
     squares = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
     for part in weight.split(max(1, _SQUARED_ELEMENTS // weight.shape[1])):
@@ -345,19 +348,22 @@ def feedback_of_columns(weight: torch.Tensor, rotation: int) -> torch.Tensor | N
     middle = squares.median()
     squares = torch.where(middle > 0, squares.clamp_min(_LEAST_SQUARES * middle), torch.ones_like(squares))
     spread = (1 / squares).view(-1, rotation)
-    if bool((spread.mean(dim=1) <= _FAR_APART * spread.log().mean(dim=1).exp()).all()):
+    if far_apart_only and bool((spread.mean(dim=1) <= _FAR_APART * spread.log().mean(dim=1).exp()).all()):
         return None
     root = squares.sqrt()
     inverse = (root * root.sqrt()).view(-1, rotation)
     # Both times rotated, H diag(inverse) H: element (i, j) is what `inverse @ H` has at i xor j. Its upper Cholesky
     # factor spreads errors, and lies in memory as wanted as the transposed lower one.
     at = torch.arange(rotation, device=weight.device)
+    places = (at[:, None] ^ at).flatten()
     found = torch.empty(len(inverse), rotation, rotation, device=weight.device)
+    moments, factor = torch.empty(2, rotation, rotation, dtype=torch.float64, device=weight.device)
     with library_defaults(num_threads=1):  # threads would wait for each other at every small matrix
         rotated = inverse @ hadamard(rotation).to(squares) / math.sqrt(rotation)
-        for block, moments in zip(found, rotated, strict=True):  # one in float64 at a time
-            factor = torch.linalg.cholesky(moments[at[:, None] ^ at]).mT
-            torch.div(factor, factor.diagonal()[:, None], out=block)
+        for block, row in zip(found, rotated, strict=True):  # in one block's memory
+            torch.index_select(row, 0, places, out=moments.view(-1))
+            torch.linalg.cholesky(moments, out=factor)
+            torch.div(factor.mT, factor.diagonal()[:, None], out=block)
     return found
 
 

@@ -179,7 +179,9 @@ def test_errors_of_rotated_columns_that_are_far_apart_are_fed_back_without_texts
     given = weight.clone()
     feedback = feedback_of_columns(weight, 64)
     assert torch.equal(weight, given)
-    assert feedback is not None and feedback_of_columns(normal(0, 40, 128), 64) is None
+    assert feedback is not None
+    assert feedback_of_columns(normal(0, 40, 128), 64, far_apart_only=True) is None
+    assert feedback_of_columns(normal(0, 40, 128), 64) is not None
     found = quantize_weight_as(weight, form, 32, rotation=64, feedback=feedback)
 
     def stands_for(each: quantizer.Quantized) -> torch.Tensor:
