@@ -48,7 +48,7 @@ def convolve(x, weight, bias, state, y, slots, starts, lengths, counts, stored, 
     total = tl.zeros((BT, BC), tl.float32)
     if bias is not None:
         total += tl.load(bias + rc, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-    for tap in tl.static_range(TAPS):
+    for tap in range(TAPS):
         # Inputs are numbered from the oldest that is kept: input TAPS - 1 is the row's first token of this step.
         at = rt + tap
         is_old = (at < TAPS - 1)[:, None] & inside

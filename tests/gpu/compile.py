@@ -1,17 +1,19 @@
 """Compiles every Triton kernel, in every form that operations ask for, for each GPU, without a GPU.
 
-    python tests/gpu/compile.py [--targets sm90,gfx942] [--quick]
+    python tests/gpu/compile.py [--targets sm90,gfx942] [--quick] [--page docs/reference/devices.md]
 
 The forms are those that the operations launch for the cases that kernels are compared with (`check.cases`), in each
 type, and for the matrices of an 8B model and of a mixture of experts with few and many rows; with --quick the latter
-alone, which `tests/gpu/test_triton.py` does for one target. Fails on a kernel that does not compile, that spills
+alone, which `tests/gpu/test_compiled.py` does for one target. Fails on a kernel that does not compile, that spills
 registers or needs more shared memory than there is, or whose matrix instruction depends on the number of rows: they sum
-in different orders. Prints a row for each kernel and target, for docs/howto/devices.md.
+in different orders. Prints a row for each kernel and target; --page writes them as a page, with what `ran.json` says
+was run on cards.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -199,9 +201,20 @@ def faults(compiled: Compiled, target: Target) -> list[str]:
     return said
 
 
-def compile_target(name: str, quick: bool) -> list[str]:
-    """What is wrong with the kernels on this target; prints a row for each kernel."""
+class Row(NamedTuple):
+    """What a kernel needs on a target, over all of its forms. `operations`: what launches it."""
+
+    operations: frozenset[str]
+    forms: int
+    registers: int
+    spilled: int
+    shared: int
+
+
+def compile_target(name: str, quick: bool) -> tuple[dict[str, Row], list[str]]:
+    """(a row for each kernel, which is also printed; what is wrong with them on this target)."""
     target, wrong = TARGETS[name], []
+    operations: dict[str, set[str]] = {}
     rows: dict[str, list[Compiled]] = {}
     products: dict[tuple[Any, ...], set[str]] = {}
     for form, operation in forms(name, quick).items():
@@ -214,24 +227,66 @@ def compile_target(name: str, quick: bool) -> list[str]:
         own = dict(form.constants)
         wrong += [f"{label}: {text} ({own})" for text in faults(compiled, target)]
         rows.setdefault(form.kernel.fn.__name__, []).append(compiled)
+        operations.setdefault(form.kernel.fn.__name__, set()).add(operation)
         fixed = tuple((key, value) for key, value in form.constants if key not in _BY_ROWS)
         products.setdefault((label, form.signature, fixed), set()).update(compiled.products)
     wrong += [f"{label}: several matrix instructions, {sorted(each)}"
               for (label, *_), each in products.items() if len(each) > 1]  # fmt: skip
+    table = {}
     for kernel_name, each in rows.items():
         registers, shared = max(one.registers for one in each), max(one.shared for one in each)
         spilled = max(one.spilled for one in each)
+        table[kernel_name] = Row(frozenset(operations[kernel_name]), len(each), registers, spilled, shared)
         sizes = f"up to {registers} registers, {spilled} bytes spilled, {shared // 1024} KiB of shared memory"
         print(f"{name:<8} {kernel_name:<16} {len(each):>4} forms, {sizes}", flush=True)
-    return wrong
+    return table, wrong
+
+
+_PAGE = """# Kernels on devices
+
+Written by `python tests/gpu/compile.py --page`; [GPUs and other devices](../howto/devices.md) says what they are for.
+All of them run in Triton's interpreter in the tests, against their definitions in PyTorch. "Compiled" is by Triton
+{triton}, with no device, in all forms that the operations ask for: the number of forms, then at most so many registers
+and KiB of shared memory, and where they do not suffice the bytes of a thread in memory. "Run" is on a card, by
+`python tests/gpu/run.py`.
+
+| kernel | of the operations | {targets} | run on {device}, {date} |
+|---|---|{lines}---|
+{rows}
+"""
+
+
+def page(tables: dict[str, dict[str, Row]]) -> str:
+    ran = json.loads((Path(__file__).parent / "ran.json").read_text())
+    names = list(dict.fromkeys(name for table in tables.values() for name in table))
+    lines = []
+    for name in names:
+        each = [table.get(name) for table in tables.values()]
+        operations = sorted(frozenset().union(*(row.operations for row in each if row)))
+        cells = [
+            f"{row.forms}: {row.registers}, {row.shared // 1024}" + (f", {row.spilled} spilled" if row.spilled else "")
+            if row else "" for row in each
+        ]  # fmt: skip
+        found = "; ".join(dict.fromkeys(ran["kernels"].get(operation, "not yet") for operation in operations))
+        lines.append(f"| `{name}` | {', '.join(f'`{one}`' for one in operations)} | {' | '.join(cells)} | {found} |")
+    return _PAGE.format(
+        triton=triton.__version__, targets=" | ".join(tables), lines="---|" * len(tables), rows="\n".join(lines),
+        device=ran["device"], date=ran["date"],
+    )  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--page", type=Path)
     args = parser.parse_args()
-    wrong = [line for name in args.targets.split(",") for line in compile_target(name, args.quick)]
+    wrong, tables = [], {}
+    for name in args.targets.split(","):
+        tables[name], found = compile_target(name, args.quick)
+        wrong += found
+    if args.page:
+        args.page.write_text(page(tables))
     print("\n".join(wrong) or "nothing is wrong")
     return 1 if wrong else 0
 
