@@ -22,9 +22,9 @@ import torch
 
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
-from llm.errors import UnsupportedModelError, ValidationError, nearest
+from llm.errors import UnsupportedModelError
 from llm.models.transformers_backend.skeleton import Theirs
-from llm.models.vision.inputs import Processed
+from llm.models.vision.inputs import Processed, check_options, processing
 from llm.models.vision.video import VideoProcessor, in_words
 
 if TYPE_CHECKING:
@@ -138,15 +138,8 @@ class PictureProcessor:
         Raises:
             ValidationError: the processor cannot take the picture, or an option.
         """
-        known = self.options_of(IMAGE)
-        for name in options:
-            if name not in known:
-                listed = ", ".join(sorted(known))
-                raise ValidationError(
-                    f"mm_processor_kwargs has no key {name!r}; it takes {listed}.{nearest(name, known)}",
-                    parameter="mm_processor_kwargs",
-                )
-        try:
+        check_options(options, self.options_of(IMAGE))
+        with processing(f"the image ({'x'.join(map(str, picture.size))})"):
             whole = self._theirs._merge_kwargs(
                 self._theirs.valid_processor_kwargs,
                 tokenizer_init_kwargs=self._tokenizer.init_kwargs,
@@ -156,13 +149,6 @@ class PictureProcessor:
             merged = {name: whole[name] for name in inspect.signature(makes).parameters if name in whole}
             merged |= {**whole["images_kwargs"], "return_tensors": "pt"}
             found, texts = makes([picture], **merged)
-        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, NotImplementedError) as error:
-            reason = clip(" ".join(str(error).split()), 200) or type(error).__name__
-            size = "x".join(map(str, picture.size))
-            raise ValidationError(
-                f"the image ({size}) cannot be processed: {reason}",
-                parameter="multi_modal_data",
-            ) from error
         unused = {*self._theirs.unused_input_names, *_NOT_FOR_TOWERS}
         inputs = {name: _tensor(value) for name, value in found.items() if name not in unused}
         return Processed({name: value for name, value in inputs.items() if value.numel()}, texts[0])

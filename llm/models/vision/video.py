@@ -17,11 +17,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from llm.base.text import clip, show
+from llm.base.text import show
 from llm.base.types import JsonObject
-from llm.errors import UnsupportedModelError, ValidationError, nearest
+from llm.errors import UnsupportedModelError
 from llm.models.transformers_backend.skeleton import Theirs
-from llm.models.vision.inputs import Processed, Timing
+from llm.models.vision.inputs import Processed, Timing, check_options, processing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -149,9 +149,7 @@ class VideoProcessor:
         self._family, self._form = family, form
         known = {key: value for key, value in own.items() if key in form.defaults and value is not None}
         self.settings: dict[str, Theirs] = {**form.defaults, **known}
-        edges = dict(
-            zip(("shortest_edge", "longest_edge"), (own.get("min_pixels"), own.get("max_pixels")), strict=True)
-        )
+        edges = {"shortest_edge": own.get("min_pixels"), "longest_edge": own.get("max_pixels")}
         if form.budget:  # of first releases
             self.settings["size"] = {**self.settings["size"], **{key: edge for key, edge in edges.items() if edge}}
         sampling = self.settings.pop("video_sampling", None)
@@ -170,26 +168,13 @@ class VideoProcessor:
         Raises:
             ValidationError: they cannot be resized so, or an option is none.
         """
-        for name in options:
-            if name not in self.settings:
-                listed = ", ".join(sorted(self.settings))
-                raise ValidationError(
-                    f"mm_processor_kwargs has no key {name!r} of videos; it takes {listed}."
-                    f"{nearest(name, self.settings)}",
-                    parameter="mm_processor_kwargs",
-                )
-        try:
+        check_options(options, self.settings.keys(), " of videos")
+        size = "x".join(map(str, frames[0].size))
+        with processing(f"the video ({len(frames)} frames of {size})"):
             settings = {**self.settings, **options}
             pixels = self._pixels(torch.from_numpy(np.stack([np.asarray(frame) for frame in frames])), settings)
             found = self._patches(pixels, settings) if self._form.budget else {"pixel_values_videos": pixels[None]}
             text = self._text(found, timing, settings)
-        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, NotImplementedError) as error:
-            reason = clip(" ".join(str(error).split()), 200) or type(error).__name__
-            size = "x".join(map(str, frames[0].size))
-            raise ValidationError(
-                f"the video ({len(frames)} frames of {size}) cannot be processed: {reason}",
-                parameter="multi_modal_data",
-            ) from error
         if self._family == "internvl":
             found = {"pixel_values": pixels}
         if self._family == "smolvlm":
