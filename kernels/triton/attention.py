@@ -28,7 +28,7 @@ from llm.kernels.triton.language import (
     tanh,
     whole,
 )
-from llm.kernels.triton.launch import Target, launch, power_of_two, target_of
+from llm.kernels.triton.launch import Target, launch, power_of_two, side_by_side, target_of
 
 # Positions of a segment: short enough that one row of a long context keeps a GPU busy.
 SEGMENT = 256
@@ -335,7 +335,7 @@ def write_kv_cache(
     kind = _KINDS.get(key_cache.dtype, "float")
     static = static_scales if kind != "float" else None
     keys, values = _as_bytes(key_cache), _as_bytes(value_cache)
-    key, value = (item if item.stride(-1) == 1 else item.contiguous() for item in (key, value))
+    key, value = map(side_by_side, (key, value))
     part, head = (0, 0) if static is None else static.stride()[:2]
     size, value_size = key.shape[2], value.shape[2]
     launch(
@@ -351,7 +351,7 @@ def write_latent_cache(
     """See `kernels/reference/attention.py`."""
     rows = _as_bytes(cache.view(-1, cache.shape[-1]))
     size, rope_size = latent.shape[1], rope.shape[1]
-    latent, rope = (item if item.stride(-1) == 1 else item.contiguous() for item in (latent, rope))
+    latent, rope = map(side_by_side, (latent, rope))
     launch(
         write_latents, (len(slot_mapping),), latent, rope, rows, slot_mapping, latent.stride(0), rope.stride(0),
         rows.stride(0), LATENT=size, ROPE=rope_size, KIND=_KINDS.get(cache.dtype, "float"), LANES=power_of_two(size),
@@ -415,8 +415,8 @@ def _attention(
     kind = _KINDS.get(keys.dtype, "float")
     static = None if kind == "float" else static
     keys, values = _as_bytes(keys), _as_bytes(values)
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    rope = rope if rope is None or rope.stride(-1) == 1 else rope.contiguous()
+    query = side_by_side(query)
+    rope = None if rope is None else side_by_side(rope)
     group, rows = heads // keys.shape[0], len(metadata.seq_lens)
     lines = max(metadata.query_lens_list, default=0) * group
     tile = tile_of(target_of(query.device), lines, size, width, query.dtype, kind)

@@ -20,7 +20,7 @@ from llm.kernels.reference import linear as definition
 from llm.kernels.reference.lora import add_products, check_slots, tokens_of
 from llm.kernels.reference.rotation import rotate
 from llm.kernels.triton.language import dot, dot_int8, from_float8, int8_codes, nibbles, rounded, whole
-from llm.kernels.triton.launch import KIB, PROGRAMS, Target, launch, power_of_two, target_of
+from llm.kernels.triton.launch import KIB, PROGRAMS, Target, launch, power_of_two, side_by_side, target_of
 from llm.kernels.weight import LEAST, LoraTerms, Weight
 
 # A program quantizes so many columns at a time.
@@ -482,7 +482,7 @@ def quantize(
     groups = max(1, -(-columns // size))
     q = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = side_by_side(x)
     launch(
         quantize_rows, (rows, groups), x, q, scales, columns, groups, x.stride(0), float(static_scale), offset,
         SIZE=size, AT_ONCE=min(_MOST_AT_ONCE, power_of_two(size)), STATIC=static_scale > 0, HALVES=halves,
@@ -517,7 +517,7 @@ def _inputs(rows: torch.Tensor, weight: Weight, form: Form) -> tuple[torch.Tenso
         return quantize(rows, size, weight.input_scale, weight.input_offset, form.HALVES)
     if form.HALVES:
         rows = rows.reshape(len(rows), -1, 2).transpose(1, 2).reshape(len(rows), -1)
-    return (rows if rows.stride(-1) == 1 else rows.contiguous()), None
+    return side_by_side(rows), None
 
 
 def multiply(x: torch.Tensor, xs: torch.Tensor | None, weight: Weight, form: Form, out: torch.Tensor) -> None:
@@ -612,7 +612,7 @@ def heads_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     count, heads, size = x.shape
     width = weight.shape[2]
     out = torch.empty(count, heads, width, dtype=x.dtype, device=x.device)
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = side_by_side(x)
     rows = min(max(target_of(x.device).least_rows, power_of_two(count)), 64)
     options: dict[str, Any] = {"BM": rows, "BN": min(64, power_of_two(width)), "BK": 32, "num_warps": 4}
     grid = (-(-count // rows), -(-width // options["BN"]), heads)

@@ -140,3 +140,8 @@ def _target(device: torch.device) -> Target:
 def power_of_two(count: int, least: int = 16) -> int:
     """The least power of two that is at least both."""
     return max(least, 1 << max(0, count - 1).bit_length())
+
+
+def side_by_side(x: torch.Tensor) -> torch.Tensor:
+    """x with its last dimension's values side by side; a copy only where they are not."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -14,7 +14,7 @@ import triton.language as tl
 from llm.forward import RecurrentMetadata
 from llm.kernels.reference.recurrent import NO_LIMIT
 from llm.kernels.triton.language import rounded, sigmoid, softplus
-from llm.kernels.triton.launch import launch, power_of_two
+from llm.kernels.triton.launch import launch, power_of_two, side_by_side
 
 # Tokens of a program of the convolution, at least, and tokens times channels.
 _TOKENS, _PLACES = 16, 2048
@@ -201,10 +201,6 @@ def _of_rows(metadata: RecurrentMetadata, slots: int) -> tuple[torch.Tensor | No
     return metadata.slots, metadata.query_start_loc, metadata.seq_lens, metadata.counts, metadata.stored
 
 
-def _side_by_side(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -214,7 +210,7 @@ def causal_conv1d(
     activation: str | None = None,
 ) -> torch.Tensor:
     """See `kernels/reference/recurrent.py`."""
-    x, (channels, taps) = _side_by_side(x), weight.shape
+    x, (channels, taps) = side_by_side(x), weight.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens = power_of_two(taps - 1, _TOKENS)  # the inputs of other tokens than the first so many are no old ones
     parts = -(-max(metadata.query_lens_list, default=0) // tokens)
@@ -239,7 +235,7 @@ def gated_delta_rule(
     beta_scale: float = 1.0,
 ) -> torch.Tensor:
     """See `kernels/reference/recurrent.py`."""
-    query, key, value, beta, decay = (_side_by_side(item) for item in (query, key, value, beta, decay))
+    query, key, value, beta, decay = (side_by_side(item) for item in (query, key, value, beta, decay))
     (_, key_heads, size), (_, heads, width) = key.shape, value.shape
     y = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     launch(
@@ -265,8 +261,8 @@ def selective_scan(
     metadata: RecurrentMetadata,
 ) -> torch.Tensor:
     """See `kernels/reference/recurrent.py`."""
-    x, dt, b, c = (_side_by_side(item) for item in (x, dt, b, c))
-    gate = None if gate is None else _side_by_side(gate)
+    x, dt, b, c = (side_by_side(item) for item in (x, dt, b, c))
+    gate = None if gate is None else side_by_side(gate)
     channels, states = x.shape[1], b.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # A state has few rows here.
@@ -293,7 +289,7 @@ def mamba2_scan(
     dt_limit: tuple[float, float] = NO_LIMIT,
 ) -> torch.Tensor:
     """See `kernels/reference/recurrent.py`."""
-    x, dt, b, c = (_side_by_side(item) for item in (x, dt, b, c))
+    x, dt, b, c = (side_by_side(item) for item in (x, dt, b, c))
     _, heads, states, channels = state.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from llm.kernels.reference import vocabulary as definition
-from llm.kernels.triton.launch import INTERPRETED, launch, power_of_two
+from llm.kernels.triton.launch import INTERPRETED, launch, power_of_two, side_by_side
 
 # Tokens that a program takes at a time.
 _BLOCK = 256 if INTERPRETED else 4096
@@ -99,7 +99,7 @@ def sum_blocks(logits, largest, out, vocab, stride, size, BLOCK: tl.constexpr):
 
 def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels/reference/vocabulary.py`."""
-    logits = _plain(logits)
+    logits = side_by_side(logits)
     values = torch.empty(len(logits), dtype=logits.dtype, device=logits.device)
     ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     launch(
@@ -111,7 +111,7 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """See `kernels/reference/vocabulary.py`."""
-    logits = _plain(logits.float())
+    logits = side_by_side(logits.float())
     out, vocab = torch.empty(logits.shape, dtype=torch.float32, device=logits.device), logits.shape[1]
     launch(
         normalise, (len(logits), -(-vocab // _BLOCK)), logits, _normaliser(logits), out, vocab, logits.stride(0),
@@ -124,7 +124,7 @@ def gather_logprobs(
     logits: torch.Tensor, ids: torch.Tensor, ranked: int, normalise: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels/reference/vocabulary.py`."""
-    logits, ids = _plain(logits), ids.contiguous()
+    logits, ids = side_by_side(logits), ids.contiguous()
     rows, count = ids.shape
     values = torch.empty(rows, count, dtype=torch.float32, device=logits.device)
     ranks = torch.empty(rows, ranked, dtype=torch.int64, device=logits.device)
@@ -137,7 +137,7 @@ def gather_logprobs(
 
 def block_sums(logits: torch.Tensor, largest: torch.Tensor, block: int) -> torch.Tensor:
     """See `kernels/reference/vocabulary.py`."""
-    logits, vocab = _plain(logits), logits.shape[1]
+    logits, vocab = side_by_side(logits), logits.shape[1]
     out = torch.empty(len(logits), -(-vocab // block), dtype=torch.float32, device=logits.device)
     launch(
         sum_blocks, tuple(out.shape), logits, largest.contiguous(), out, vocab, logits.stride(0), block,
@@ -164,7 +164,3 @@ def _normaliser(logits: torch.Tensor) -> torch.Tensor:
         num_warps=8,
     )  # fmt: skip
     return out
-
-
-def _plain(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.stride(-1) == 1 else logits.contiguous()
