@@ -20,7 +20,7 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -881,6 +881,18 @@ def answer_bits(output: Any) -> tuple[Any, ...]:
     answer = output.outputs[0]
     tops = (sorted((token, item.logprob) for token, item in own.items()) for own in answer.logprobs)
     return (tuple(answer.token_ids), *tops)
+
+
+def check_lost_blocks(folder: Path, prompts: Sequence[Any], max_tokens: int, blocks: int) -> None:
+    """Answers have the same bits where there are so few blocks that rows lose theirs."""
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=max_tokens, logprobs=2, ignore_eos=True)
+    with LLM(folder, use_tqdm_on_load=False, max_model_len=192) as llm:
+        roomy = llm.generate(prompts, params, use_tqdm=False)
+        small = llm.config.cache_config.kv_cache_memory_bytes // llm.config.cache_config.num_blocks * blocks
+    with LLM(folder, use_tqdm_on_load=False, max_model_len=192, kv_cache_memory_bytes=small) as llm:
+        tight = llm.generate(prompts, params, use_tqdm=False)
+        assert llm._engine.scheduler.num_preemptions > 0
+    assert [answer_bits(output) for output in tight] == [answer_bits(output) for output in roomy]
 
 
 @dataclass(frozen=True)

@@ -105,14 +105,7 @@ def lazy(data: bytes) -> Any:
 
 def test_a_row_with_pictures_that_loses_its_blocks_keeps_its_bits(folder: Path) -> None:
     prompts = [prompt for prompt in images.asked("qwen2_5_vl") for _ in range(2)]
-    params = SamplingParams(temperature=0.7, seed=3, max_tokens=70, logprobs=2, ignore_eos=True)
-    with LLM(folder, use_tqdm_on_load=False, max_model_len=192) as llm:
-        roomy = llm.generate(prompts, params, use_tqdm=False)
-        small = llm.config.cache_config.kv_cache_memory_bytes // llm.config.cache_config.num_blocks * 20
-    with LLM(folder, use_tqdm_on_load=False, max_model_len=192, kv_cache_memory_bytes=small) as llm:
-        tight = llm.generate(prompts, params, use_tqdm=False)
-        assert llm._engine.scheduler.num_preemptions > 0
-    assert [images.answer_bits(output) for output in tight] == [images.answer_bits(output) for output in roomy]
+    images.check_lost_blocks(folder, prompts, max_tokens=70, blocks=20)
 
 
 def test_a_checkpoint_of_bfloat16_is_computed_in_float32(tmp_path: Path) -> None:

@@ -103,14 +103,7 @@ def ask(llm: LLM, given: object, text: str = MARK, **more: Any) -> list[int]:
 
 def test_a_video_with_blocks_lost_keeps_its_bits(folder: Path) -> None:
     prompts = [prompt for prompt in images.asked_of_videos("qwen2_5_vl") for _ in range(2)]
-    params = SamplingParams(temperature=0.7, seed=3, max_tokens=40, logprobs=2, ignore_eos=True)
-    with LLM(folder, use_tqdm_on_load=False, max_model_len=192) as llm:
-        roomy = llm.generate(prompts, params, use_tqdm=False)
-        small = llm.config.cache_config.kv_cache_memory_bytes // llm.config.cache_config.num_blocks * 18
-    with LLM(folder, use_tqdm_on_load=False, max_model_len=192, kv_cache_memory_bytes=small) as llm:
-        tight = llm.generate(prompts, params, use_tqdm=False)
-        assert llm._engine.scheduler.num_preemptions > 0
-    assert [images.answer_bits(output) for output in tight] == [images.answer_bits(output) for output in roomy]
+    images.check_lost_blocks(folder, prompts, max_tokens=40, blocks=18)
 
 
 def test_every_form_of_a_video_is_the_same_video(llm: LLM) -> None:
