@@ -6,7 +6,7 @@ import torch
 
 from llm.errors import LLMError
 from llm.kernels.select import backend_for
-from llm.layers.parallel import Communicator, Meeting
+from llm.layers.parallel import Communicator, Rendezvous
 from llm.platforms import select_platform
 
 
@@ -17,10 +17,10 @@ class SharedMemoryCommunicator(Communicator):
         LLMError: there are no compiled kernels.
     """
 
-    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
-        super().__init__(rank, size, meeting)
+    def __init__(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
+        super().__init__(rank, size, rendezvous)
         backend = backend_for(select_platform("cpu")[0])
-        memory = backend.shared_memory(rank, size, meeting.folder / "gathered", meeting.timeout_s)
+        memory = backend.shared_memory(rank, size, rendezvous.folder / "gathered", rendezvous.timeout_s)
         if memory is None:
             raise LLMError(f"ranks on CPUs need the compiled kernels: {backend.reason}.")
         self._memory = memory

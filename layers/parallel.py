@@ -17,7 +17,7 @@ from llm.plugins import load_class
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of one `LLM` find each other.
 
     Attributes:
@@ -35,7 +35,7 @@ class Communicator:
     A platform names a subclass in `Platform.get_communicator_cls`. All ranks call the same ones in the same order.
     """
 
-    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
+    def __init__(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
         self.rank = rank
         self.size = size
 
@@ -111,6 +111,6 @@ def communicator_cls(platform: Platform) -> type[Communicator]:
     return cls
 
 
-def tensor_parallel(platform: Platform, rank: int, size: int, meeting: Meeting) -> TensorParallel:
+def tensor_parallel(platform: Platform, rank: int, size: int, rendezvous: Rendezvous) -> TensorParallel:
     """A place in a group of `size`, with the platform's communicator."""
-    return TensorParallel(rank, size, communicator_cls(platform)(rank, size, meeting))
+    return TensorParallel(rank, size, communicator_cls(platform)(rank, size, rendezvous))

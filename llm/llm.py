@@ -29,8 +29,8 @@ from llm.config.arguments import CALLS, check_arguments
 from llm.config.engine import (
     DEFAULT_MAX_LORA_RANK,
     DEFAULT_MAX_LORAS,
-    EngineArgs,
     EngineConfig,
+    LLMArgs,
     ModelConfig,
     ReasoningConfig,
     SpeculativeConfig,
@@ -268,7 +268,7 @@ class LLM:
         env.warn_of_unknown()
         set_log_level(verbose)
         notes = [*check_arguments(kwargs), *compilation.notes(compilation_config)]
-        self._args = EngineArgs.from_user(**given, task=kwargs.get("task"))
+        self._args = LLMArgs.from_user(**given, task=kwargs.get("task"))
         self._profiler = Profiler(self._args.profiler_config)
         if prefix_cache is not None:
             from llm.prefix_cache import load_cache_into, read_manifest

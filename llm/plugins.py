@@ -14,7 +14,7 @@ The contract of an out-of-tree accelerator, version 1. The host promises, until 
     1. The platform: `llm.platforms.interface.Platform`, by class path. Its class states `contract_version = 1` or, as
        one written for vLLM, none; any other number is refused.
     2. Two config hooks: `Platform.pre_register_and_update`, before any file is read; `check_and_update_config`, which
-       returns the `EngineArgs` to use, before they are resolved, or changes a `vllm_config` in place.
+       returns the `LLMArgs` to use, before they are resolved, or changes a `vllm_config` in place.
     3. The model runner: `Platform.get_model_runner_cls` names a subclass of `llm.runner.model_runner.ModelRunner`,
        whose methods `place_model`, `allocate_kv_caches`, `prepare_batch`, `extend_context`, `forward` and
        `compute_logits` can be overridden one by one. Matrices are made on `Platform.device`

@@ -18,7 +18,7 @@ from llm.forward import StateSpec
 from llm.platforms.limits import host_memory
 
 if TYPE_CHECKING:
-    from llm.config.engine import EngineArgs
+    from llm.config.engine import LLMArgs
     from llm.plugins import Plugin
 
 
@@ -234,7 +234,7 @@ class Platform:
     def pre_register_and_update(self) -> None:
         """Called once, after the platform is chosen and before any file is read: register the plugin's classes."""
 
-    def check_and_update_config(self, args: EngineArgs) -> EngineArgs:
+    def check_and_update_config(self, args: LLMArgs) -> LLMArgs:
         """The arguments to use, `dataclasses.replace(args, ...)`. Called for each `LLM`, before they are resolved.
 
         A method whose parameter is `vllm_config` gets a `llm.platforms.vllm_hooks.VllmConfigView` to change in place.

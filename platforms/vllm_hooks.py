@@ -1,6 +1,6 @@
 """Hooks of platforms that were written for vLLM: arguments by their names there, and a config to change in place.
 
-What a hook sets reaches `EngineArgs`, or is refused.
+What a hook sets reaches `LLMArgs`, or is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from llm.config.compilation import CompilationConfig
-from llm.config.engine import EngineArgs
+from llm.config.engine import LLMArgs
 from llm.errors import PluginError
 from llm.platforms.interface import Platform
 
@@ -45,7 +45,7 @@ class VllmConfigView(_Section):
         model_config, cache_config, scheduler_config: arguments of `LLM`.
     """
 
-    def __init__(self, args: EngineArgs, platform: Platform) -> None:
+    def __init__(self, args: LLMArgs, platform: Platform) -> None:
         compilation = CompilationConfig.of(
             args.compilation_config,
             default_backend=platform.simple_compile_backend,
@@ -63,7 +63,7 @@ class VllmConfigView(_Section):
         )
         self.__dict__["_before"] = dict(vars(self.compilation_config), custom_ops=list(compilation.custom_ops))
 
-    def updated(self, args: EngineArgs) -> EngineArgs:
+    def updated(self, args: LLMArgs) -> LLMArgs:
         """The arguments with what was set."""
         now = {item: getattr(getattr(self, name), item) for name, items in _SECTIONS.items() for item in items}
         changed = {item: value for item, value in now.items() if value != getattr(args, item)}
@@ -76,7 +76,7 @@ class VllmConfigView(_Section):
         return replace(args, **changed)
 
 
-def update_config(platform: Platform, args: EngineArgs) -> object:
+def update_config(platform: Platform, args: LLMArgs) -> object:
     """What `check_and_update_config` makes of the arguments."""
     hook: Callable[..., object] = platform.check_and_update_config
     if "vllm_config" not in inspect.signature(hook).parameters:

@@ -2,10 +2,11 @@
 
     python tests/bits.py record before.json     # in the checkout before the change
     python tests/bits.py compare before.json    # in the one after it; lists what differs and exits 1
+    python tests/bits.py record before.json avx512      # of one instruction set alone
 
-Owns the requests and the digests. It asks for nothing but `LLM.generate`, so it runs in checkouts far apart; run both
-in one environment, as a checkpoint's random weights are those of the installed transformers. Instruction sets that this
-machine does not run are passed over by name.
+It asks for nothing but `LLM.generate`, so it runs in checkouts far apart; run both in one environment, as a
+checkpoint's random weights are those of the installed transformers. Instruction sets that this machine does not run are
+passed over by name.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "dtype=bfloat16": {"dtype": "bfloat16"},
     **{name: {"quantization": name} for name in ("w8a8", "w8a16", "w4a8", "w4a16")},
 }
+CALIBRATION = ["And Moses said unto the children of Israel", "In the beginning God created the heaven and the earth."]
 # Of the embedded model; groups and blocks divide few of the tiny models' columns.
 GROUPED: dict[str, dict[str, Any]] = {
     **{
@@ -37,6 +39,10 @@ GROUPED: dict[str, dict[str, Any]] = {
     **{name: {"quantization": name} for name in ("fp8", "mxfp4", "nf4", "q8_0", "q4_0", "q4_k")},
     "int8 cache": {"kv_cache_dtype": "int8"},
     "fp8 cache": {"kv_cache_dtype": "fp8"},
+    **{
+        f"{name} calibrated": {"quantization": name, "calibration": CALIBRATION, "skip_tokenizer_init": False}
+        for name in ("w8a8_static", "w4a8", "w4a16")
+    },
 }
 LIMITS: dict[str, Any] = {
     "max_model_len": 64,
@@ -51,18 +57,20 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) == 3 and arguments[0] == "one":  # an instruction set is chosen once per process
         Path(arguments[2]).write_text(json.dumps(dict(digests(Path(arguments[1])))))
         return 0
-    if len(arguments) != 2 or arguments[0] not in ("record", "compare"):
+    if len(arguments) < 2 or arguments[0] not in ("record", "compare") or not {*arguments[2:]} <= {*ISAS}:
         print(__doc__)
         return 2
-    verb, file = arguments[0], Path(arguments[1])
+    verb, file, isas = arguments[0], Path(arguments[1]), arguments[2:] or ISAS
+    before = json.loads(file.read_text()) if verb == "compare" else {}
+    if verb == "compare" and not arguments[2:]:
+        isas = list(dict.fromkeys(name.partition(":")[0] for name in before))
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoints(Path(folder))
-        found = {f"{isa}: {name}": digest for isa in ISAS for name, digest in measured(isa, Path(folder)).items()}
+        found = {f"{isa}: {name}": digest for isa in isas for name, digest in measured(isa, Path(folder)).items()}
     if verb == "record":
         file.write_text(json.dumps(found, indent=1))
         print(f"{len(found)} digests in {file}")
         return 0
-    before = json.loads(file.read_text())
     differing = [name for name in before if found.get(name) != before[name]]
     print(*(f"differs: {name}" for name in differing), sep="\n", end="\n" if differing else "")
     print(f"{len(before) - len(differing)} of {len(before)} digests are the same")
@@ -100,7 +108,7 @@ def digests(folder: Path) -> Iterator[tuple[str, str]]:
     for model, arguments, schemes in [*models, ("embedded", (), SCHEMES | GROUPED)]:
         for scheme, options in schemes.items():
             try:
-                with LLM(*arguments, **LIMITS, **options) as llm:
+                with LLM(*arguments, **LIMITS | options) as llm:
                     yield f"{model}, {scheme}", digest(llm)
             except ValueError as error:
                 yield f"{model}, {scheme}", f"error: {error}"

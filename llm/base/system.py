@@ -92,21 +92,21 @@ def is_readable(end: socket.socket, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def passed(end: socket.socket) -> list[int]:
+def inherited_fds(end: socket.socket) -> list[int]:
     """`pass_fds` of `subprocess.Popen`: a process started with it may take the socket over."""
     return [] if os.name == "nt" else [end.fileno()]
 
 
-def handed_over(end: socket.socket, process: int) -> bytes:
-    """What tells the process, started with `passed`, which socket it gets."""
+def export_socket(end: socket.socket, process: int) -> bytes:
+    """Bytes from which the process, started with `inherited_fds`, makes the socket."""
     share: Callable[[int], bytes] | None = getattr(end, "share", None)
     return str(end.fileno()).encode() if share is None else share(process)
 
 
-def taken_over(told: bytes) -> socket.socket:
-    """The socket that `handed_over` tells of, in the other process."""
+def import_socket(exported: bytes) -> socket.socket:
+    """The socket of `export_socket`, in the other process."""
     share: Callable[[bytes], socket.socket] | None = getattr(socket, "fromshare", None)
-    return socket.socket(fileno=int(told)) if share is None else share(told)
+    return socket.socket(fileno=int(exported)) if share is None else share(exported)
 
 
 def after_fork(call: Callable[[], object]) -> None:

@@ -14,7 +14,7 @@ import torch
 from llm.base.checks import check_flag, check_integer, refuse
 from llm.base.types import JsonObject
 from llm.config.arguments import check_arguments
-from llm.config.engine import EngineArgs, EngineConfig
+from llm.config.engine import EngineConfig, LLMArgs
 from llm.engine.engine import Engine
 from llm.errors import ValidationError, nearest
 from llm.inputs import PromptType
@@ -227,10 +227,10 @@ def plan(model: str | Path, calibrate: bool, arguments: Mapping[str, object], im
     from llm.tools.bench import machine as bench
 
     check_flag("calibrate", calibrate)
-    known = {item.name for item in fields(EngineArgs)}
+    known = {item.name for item in fields(LLMArgs)}
     check_arguments({name: value for name, value in arguments.items() if name not in (*known, "verbose")})
     given = {name: value for name, value in arguments.items() if name in known}
-    args = EngineArgs.from_user(model=model, **given)
+    args = LLMArgs.from_user(model=model, **given)
     measured = bench.calibrate(_CALIBRATION_SECONDS) if calibrate else bench.stored()
     if calibrate and measured is not None:
         bench.keep(measured)
@@ -278,7 +278,7 @@ def verify(llm: LLM, texts: Sequence[str], against: str | Path | None) -> Verifi
     return verify(llm, texts, folder, None if same else lambda: _open_another(llm, plain))
 
 
-def _open_another(llm: LLM, args: EngineArgs) -> LLM:
+def _open_another(llm: LLM, args: LLMArgs) -> LLM:
     """It begins without a prompt cache, which is this model's, and is in this process."""
     given: JsonObject = {item.name: getattr(args, item.name) for item in fields(args)}
     return type(llm)(**given | {"prefix_cache": None, "data_parallel_size": 1, "devices": None})
@@ -307,9 +307,9 @@ def _is_quantized(model: str | Path, arguments: Mapping[str, object]) -> bool:
     """The checkpoint is quantized already, as its headers say."""
     from llm.setup.model_folder import read_model
 
-    known = {item.name for item in fields(EngineArgs)} - {"quantization", "requantize", "calibration"}
+    known = {item.name for item in fields(LLMArgs)} - {"quantization", "requantize", "calibration"}
     given: JsonObject = {name: value for name, value in arguments.items() if name in known}
-    found = read_model(EngineArgs.from_user(model=model, **given))
+    found = read_model(LLMArgs.from_user(model=model, **given))
     found.source.close()
     return found.quantization.found
 

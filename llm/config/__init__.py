@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from llm.config.compilation import CompilationMode as CompilationMode
     from llm.config.engine import CacheConfig as CacheConfig
     from llm.config.engine import DeviceConfig as DeviceConfig
-    from llm.config.engine import EngineArgs as EngineArgs
     from llm.config.engine import EngineConfig as EngineConfig
+    from llm.config.engine import LLMArgs as LLMArgs
     from llm.config.engine import LoadConfig as LoadConfig
     from llm.config.engine import ModelConfig as ModelConfig
     from llm.config.engine import MultiModalConfig as MultiModalConfig
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "compilation": ("CompilationConfig", "CompilationMode"),
     "engine": (
-        *("CacheConfig", "DeviceConfig", "EngineArgs", "EngineConfig", "LoadConfig", "ModelConfig"),
+        *("CacheConfig", "DeviceConfig", "EngineConfig", "LLMArgs", "LoadConfig", "ModelConfig"),
         *("MultiModalConfig", "ObservabilityConfig", "ParallelConfig", "PoolerConfig", "ReasoningConfig"),
         *("SchedulerConfig", "SpeculativeConfig", "StructuredOutputsConfig", "VllmConfig"),
     ),

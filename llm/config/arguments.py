@@ -320,7 +320,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         *("log_config_file", "logging_config", "show_hidden_metrics_for_version", "custom_histogram_buckets"),
         *("kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics", "enable_mfu_metrics"),
     ),
-    _accepted("no server gives the model a name.", "served_model_name"),
+    _accepted("it names the model for requests over HTTP: `python -m llm serve` takes it.", "served_model_name"),
     _accepted("environment variables are always checked.", "fail_on_environ_validation"),
     _refused(
         "no traces are written or sent; wrap the call in torch.profiler.",

@@ -1,4 +1,4 @@
-"""The engine's configuration: what was asked for (`EngineArgs`), and what was decided, with reasons (`EngineConfig`).
+"""The engine's configuration: what was asked for (`LLMArgs`), and what was decided, with reasons (`EngineConfig`).
 
 `VllmConfig` and its parts have vLLM's names, for plugins and logits processors that read them; parts whose values are
 fixed here say so.
@@ -297,7 +297,7 @@ _FLAGS = (*_FLAGS_OR_NONE, "skip_tokenizer_init", "use_tqdm_on_load", "disable_l
 
 
 @dataclass(frozen=True)
-class EngineArgs:
+class LLMArgs:
     """The user's arguments, under vLLM's names; None: not given. `LLM.__init__` documents each."""
 
     model: str | Path
@@ -355,7 +355,7 @@ class EngineArgs:
     mm_processor_kwargs: Mapping[str, object] | None = None
 
     @classmethod
-    def from_user(cls, **given: Any) -> EngineArgs:
+    def from_user(cls, **given: Any) -> LLMArgs:
         """From `LLM`'s arguments; maps the alternative spellings of default values."""
         if given.get("max_model_len") == -1:
             given["max_model_len"] = None

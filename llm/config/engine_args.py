@@ -4,8 +4,7 @@
     LLM.from_engine_args(args), LLM(**vars(args)), LLM(**dataclasses.asdict(args))
     EngineArgs.add_cli_args(parser), EngineArgs.from_cli_args(parser.parse_args())
 
-`llm.config.arguments` says how each argument is handled; `llm.config.engine.EngineArgs` is the engine's record, with
-the arguments that have an effect.
+`llm.config.arguments` says how each argument is handled; `llm.config.engine.LLMArgs` has those with an effect, checked.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from llm.base.checks import known_fields
 from llm.base.suggestions import CONSTRUCTOR
 from llm.config.arguments import ARGUMENTS
-from llm.config.engine import EMBEDDED_MODEL
-from llm.config.engine import EngineArgs as HonouredArgs
+from llm.config.engine import EMBEDDED_MODEL, LLMArgs
 
 Args = TypeVar("Args", bound="CommandLine")
 
@@ -56,7 +54,7 @@ class CommandLine:
 
 def _defaults() -> dict[str, object]:
     """Argument -> its neutral value."""
-    known: dict[str, object] = {item.name: item.default for item in dataclasses.fields(HonouredArgs)}
+    known: dict[str, object] = {item.name: item.default for item in dataclasses.fields(LLMArgs)}
     known |= {"model": EMBEDDED_MODEL, "verbose": False}
     return {
         name: known[name] if argument.status == "honoured" else _harmless(argument.harmless)
@@ -69,7 +67,7 @@ def _harmless(values: tuple[object, ...]) -> object:
     return None if not values or None in values else values[0]
 
 
-_TEXTS = frozenset(item.name for item in dataclasses.fields(HonouredArgs) if "str" in str(item.type))
+_TEXTS = frozenset(item.name for item in dataclasses.fields(LLMArgs) if "str" in str(item.type))
 
 
 def _reader(name: str) -> Callable[[str], object]:

@@ -23,7 +23,7 @@ import torch
 
 from llm.base.text import show
 from llm.base.types import JsonObject
-from llm.config.engine import EngineArgs
+from llm.config.engine import LLMArgs
 from llm.engine.image_embeds import EMBEDS, ImageEmbeds, embeds_of
 from llm.engine.prompts import ParsedPrompt, PromptMedia
 from llm.engine.rows import Row
@@ -514,7 +514,7 @@ class Ahead:
         self._bytes += processed.nbytes
 
 
-def images_of(folder: Path, config: JsonObject, args: EngineArgs, hidden_size: int = 0) -> PromptImages | None:
+def images_of(folder: Path, config: JsonObject, args: LLMArgs, hidden_size: int = 0) -> PromptImages | None:
     """What reads pictures for the model in this folder; None: it has no vision tower. Raises `ValidationError` for
     limits."""
     limits = MediaLimits.of(args.limit_mm_per_prompt, args.allowed_local_media_path)

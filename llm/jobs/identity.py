@@ -19,7 +19,7 @@ import torch
 from llm.base.system import sync
 from llm.base.text import show
 from llm.base.types import JsonObject
-from llm.config.engine import EngineArgs, EngineConfig
+from llm.config.engine import EngineConfig, LLMArgs
 from llm.engine.boundary import PoolingPlan
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.rows import AnyRow, RefusedRow
@@ -75,7 +75,7 @@ def fingerprint_of(llm: LLM) -> str:
 
 
 def identity(
-    args: EngineArgs,
+    args: LLMArgs,
     config: EngineConfig,
     weights: str,
     processors: Sequence[type[LogitsProcessor]],
@@ -97,7 +97,7 @@ def identity(
     }
 
 
-def model_identity(args: EngineArgs, config: EngineConfig, weights: str) -> JsonObject:
+def model_identity(args: LLMArgs, config: EngineConfig, weights: str) -> JsonObject:
     """What the model's hidden states depend on besides the tokens and a row's adapter."""
     adapter = None
     if args.merge_lora is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llm.base import system
 from llm.base.checks import check_integer, refuse
-from llm.config.engine import EngineArgs
+from llm.config.engine import LLMArgs
 from llm.platforms import select_platform
 
 _RIGHT = "'all', or a list of devices as 'cuda:0' or of sets of processors as {0, 1}, one for each replica"
@@ -42,7 +42,7 @@ class Placement:
         return "1 thread" if self.threads == 1 else f"{self.threads} threads"
 
 
-def placements(args: EngineArgs, root: Path = Path("/")) -> list[Placement]:
+def placements(args: LLMArgs, root: Path = Path("/")) -> list[Placement]:
     """The place of each replica; []: there are none, the model is in this process.
 
     Args:
@@ -66,7 +66,7 @@ def placements(args: EngineArgs, root: Path = Path("/")) -> list[Placement]:
     return found if len(found) > 1 or devices != "all" else []
 
 
-def _all(args: EngineArgs, root: Path) -> list[Placement]:
+def _all(args: LLMArgs, root: Path) -> list[Placement]:
     """Every accelerator, or every NUMA node."""
     name, count = _accelerators(args)
     if name:
@@ -74,7 +74,7 @@ def _all(args: EngineArgs, root: Path) -> list[Placement]:
     return [_on_cores(args, cores) for cores in numa_nodes(system.cores(), root)]
 
 
-def _shared_out(args: EngineArgs, size: int) -> list[Placement]:
+def _shared_out(args: LLMArgs, size: int) -> list[Placement]:
     name, count = _accelerators(args)
     if name:
         if size > count:
@@ -87,7 +87,7 @@ def _shared_out(args: EngineArgs, size: int) -> list[Placement]:
     return [_on_cores(args, cores[start:end]) for start, end in pairwise(bounds)]
 
 
-def _named(args: EngineArgs, item: object) -> Placement:
+def _named(args: LLMArgs, item: object) -> Placement:
     if isinstance(item, str):
         platform, _ = select_platform(item)
         return Placement(item, None, args.num_threads if platform.name == "cpu" else None)
@@ -100,11 +100,11 @@ def _named(args: EngineArgs, item: object) -> Placement:
     return _on_cores(args, cores)
 
 
-def _on_cores(args: EngineArgs, cores: Sequence[int]) -> Placement:
+def _on_cores(args: LLMArgs, cores: Sequence[int]) -> Placement:
     return Placement("cpu", tuple(cores), min(args.num_threads or len(cores), len(cores)))
 
 
-def _accelerators(args: EngineArgs) -> tuple[str, int]:
+def _accelerators(args: LLMArgs) -> tuple[str, int]:
     """The name of the devices that are no CPU, and how many there are; "": the CPU computes."""
     platform, _ = select_platform(args.device)
     if platform.device_type == "cpu":

@@ -103,7 +103,7 @@ class Replicas:
         return f"Replica {number} is started in its place (try {len(seat.deaths)} of {_RESTARTS})."
 
     def send(self, number: int, kind: str, body: object = None) -> None:
-        """Send to one that may have died: that is told by its end in the inbox, like everything from it."""
+        """Send to one that may have died: its end comes by the inbox, like everything from it."""
         self._sent[number] = monotonic()
         try:
             self.alive[number].send(kind, body)
@@ -131,7 +131,7 @@ class Replicas:
         if worker is None:
             return None
         try:
-            received = worker.told(message)
+            received = worker.check_message(message)
         except WorkerDiedError as error:
             return number, self._lose(number, error)
         if number in self._loading:
@@ -147,7 +147,7 @@ class Replicas:
             )
 
     def reset(self) -> None:
-        """Have all drop what they compute; what fails before they do is not told."""
+        """Have all drop what they compute; what fails before they do is not reported."""
         self.resets += 1
         self.send_all("reset", self.resets)
 
@@ -232,7 +232,7 @@ class Replicas:
         return self.alive.get(number) or self._loading.get(number)
 
     def _join(self, number: int) -> None:
-        """One that was started later has loaded the model: it is told what the others were."""
+        """One that was started later has loaded the model: it gets the settings that the others got."""
         self.alive[number] = self._loading.pop(number)
         self.send(number, "reset", self.resets)
         for method, args in self._lasting.items():

@@ -90,7 +90,7 @@ class ReplicaRunner:
         if self._cost is None:
             found = self._replicas.call("cost")
             if not isinstance(found, ModelCost):
-                raise RuntimeError("a replica has told another cost")
+                raise RuntimeError("a replica has reported another cost")
             self._cost = found
         return self._cost
 

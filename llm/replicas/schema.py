@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from llm.config.compilation import CompilationConfig, CompilationMode
-from llm.config.engine import EngineArgs, ReasoningConfig, SpeculativeConfig
+from llm.config.engine import LLMArgs, ReasoningConfig, SpeculativeConfig
 from llm.engine.boundary import AttentionCost, LayerReport, ModelCost
 from llm.engine.request import Request
 from llm.engine.stats import EngineStats
@@ -30,7 +30,7 @@ from llm.workers.messages import Schema
 class ReplicaArgs:
     """What a replica loads, with every number decided that depends on the machine."""
 
-    engine: EngineArgs
+    engine: LLMArgs
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ SCHEMA = Schema(
             MethodCall,
             MethodResult,
         ),
-        *(EngineArgs, CompilationConfig, CompilationMode, ReasoningConfig, SpeculativeConfig, PoolerConfig),
+        *(LLMArgs, CompilationConfig, CompilationMode, ReasoningConfig, SpeculativeConfig, PoolerConfig),
         *(PoolingRow, Adapter, LoRARequest, RunnerOutput, TokenLogprobs, RepetitionDetectionParams, RequestOutputKind),
         *(Explanation, Part, ModelCost, AttentionCost, LayerReport, EngineStats),
     ],

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from time import perf_counter
 
-from llm.config.engine import GIB, EngineArgs, EngineConfig
+from llm.config.engine import GIB, EngineConfig, LLMArgs
 from llm.engine.boundary import RunnerPlan
 from llm.engine.engine import Engine
 from llm.errors import LLMError, ValidationError, WorkerDiedError
@@ -30,7 +30,7 @@ _REFUSED = {
 }
 
 
-def check_replicated(args: EngineArgs) -> None:
+def check_replicated(args: LLMArgs) -> None:
     """Raise `ValidationError` for an argument that replicas cannot have."""
     for name, why in _REFUSED.items():
         if getattr(args, name) is not None:
@@ -43,7 +43,7 @@ def memory_of_one(platform: Platform, places: Sequence[Placement], free: int) ->
 
 
 def start_replicas(
-    args: EngineArgs,
+    args: LLMArgs,
     plan: RunnerPlan,
     places: Sequence[Placement],
     tokenizer: Tokenizer | None,
@@ -86,7 +86,7 @@ def _all_loaded(replicas: Replicas) -> list[ReplicaLoaded]:
     return [found[number] for number in sorted(found)]
 
 
-def _args_of(args: EngineArgs, plan: RunnerPlan, place: Placement) -> EngineArgs:
+def _args_of(args: LLMArgs, plan: RunnerPlan, place: Placement) -> LLMArgs:
     """The arguments of the replica at a place; raises `ValidationError` for one that is not plain data."""
     config = plan.config
     decided = replace(

@@ -1,4 +1,4 @@
-"""The role of a replica: an ordinary engine, whose requests come by messages and whose steps are told by messages."""
+"""The role of a replica: an ordinary engine, whose requests come, and whose outputs leave, as messages."""
 
 from __future__ import annotations
 

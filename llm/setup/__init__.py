@@ -1,1 +1,1 @@
-"""From `EngineArgs` to a running engine: read the model (`model_folder`), plan (`plan`), build (`build`)."""
+"""From `LLMArgs` to a running engine: read the model (`model_folder`), plan (`plan`), build (`build`)."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from llm.base.construction import PhaseTimes
 from llm.base.library_settings import library_defaults
 from llm.config.compilation import CompilationConfig
-from llm.config.engine import EngineArgs
+from llm.config.engine import LLMArgs
 from llm.engine.boundary import RunnerPlan
 from llm.engine.engine import Engine
 from llm.engine.scheduler import scheduler_maker
@@ -63,7 +63,7 @@ class BuiltEngine:
 @without_broken_platforms
 @library_defaults()
 @explain_memory_errors("load the model")
-def build_engine(args: EngineArgs) -> BuiltEngine:
+def build_engine(args: LLMArgs) -> BuiltEngine:
     """Build and load; raises the errors of `llm.errors`, before memory is allocated if possible."""
     times = PhaseTimes()
     places = placements(args)
@@ -134,7 +134,7 @@ def make_runner(platform: Platform) -> ModelRunner:
 
 
 def _prepare_quantization(
-    args: EngineArgs, model: ReadModel, platform: Platform, times: PhaseTimes, calibrates: bool
+    args: LLMArgs, model: ReadModel, platform: Platform, times: PhaseTimes, calibrates: bool
 ) -> None:
     """Refuse quantization that the platform does not support; run calibration texts through the unquantized model."""
     _check_quantization(args, model, platform)
@@ -157,6 +157,6 @@ def _prepare_quantization(
             )
 
 
-def _check_quantization(args: EngineArgs, model: ReadModel, platform: Platform) -> None:
+def _check_quantization(args: LLMArgs, model: ReadModel, platform: Platform) -> None:
     if model.quantization.config is not None:
         check_quantization(model.quantization.config, platform, choose_dtypes(args, model, platform).compute)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm.config.engine import EngineArgs, SpeculativeConfig
+from llm.config.engine import LLMArgs, SpeculativeConfig
 from llm.engine.boundary import DraftHeadPlan, RunnerPlan
 from llm.errors import OutOfMemoryError, ValidationError
 from llm.kernels.backend import Backend
@@ -23,13 +23,13 @@ _CACHE_SHARE = 8
 _COMPARED_TOKENS = 2000
 
 
-def draft_args(args: EngineArgs, plan: RunnerPlan) -> EngineArgs | None:
+def draft_args(args: LLMArgs, plan: RunnerPlan) -> LLMArgs | None:
     """The arguments of the draft model that `plan`'s `speculative_config` names; None: it names none."""
     config = plan.config
     speculative = config.speculative_config
     if speculative is None or speculative.method != "draft_model" or speculative.model is None:
         return None
-    return EngineArgs(
+    return LLMArgs(
         speculative.model,
         dtype=args.dtype,
         quantization=speculative.quantization,
@@ -49,7 +49,7 @@ def draft_args(args: EngineArgs, plan: RunnerPlan) -> EngineArgs | None:
 
 def with_draft(
     plan: RunnerPlan,
-    args: EngineArgs,
+    args: LLMArgs,
     draft: ReadModel,
     tokenizer: Tokenizer | None,
     platform: Platform,
@@ -97,12 +97,12 @@ _CACHE_BYTES = 1 << 24
 _EMBEDDINGS = ("embed_tokens.weight", "model.embed_tokens.weight")
 
 
-def eagle3_args(args: EngineArgs) -> EngineArgs | None:
+def eagle3_args(args: LLMArgs) -> LLMArgs | None:
     """The arguments of the head that `speculative_config` names; None: it names none."""
     config = SpeculativeConfig.of(args.speculative_config)
     if config is None or config.method != "eagle3" or config.model is None:
         return None
-    return EngineArgs(
+    return LLMArgs(
         config.model,
         dtype=args.dtype,
         quantization=config.quantization,
@@ -119,7 +119,7 @@ def eagle3_args(args: EngineArgs) -> EngineArgs | None:
     )
 
 
-def read_eagle3(args: EngineArgs, target: ReadModel) -> ReadModel:
+def read_eagle3(args: LLMArgs, target: ReadModel) -> ReadModel:
     """The head for `target`, which `args` describe.
 
     Raises:
@@ -139,9 +139,7 @@ def read_eagle3(args: EngineArgs, target: ReadModel) -> ReadModel:
     return replace(head, architecture=config)
 
 
-def with_eagle3(
-    plan: RunnerPlan, args: EngineArgs, head: ReadModel, platform: Platform, backend: Backend
-) -> RunnerPlan:
+def with_eagle3(plan: RunnerPlan, args: LLMArgs, head: ReadModel, platform: Platform, backend: Backend) -> RunnerPlan:
     """The plan with that of its head."""
     own = make_plan(args, head, platform, plan.config.compilation_config, backend, ())
     longest = replace(own.config.model_config, max_model_len=plan.config.model_config.max_model_len)

@@ -17,7 +17,7 @@ import torch
 import llm.layers
 from llm.base.custom_op import check_registered, op_registry
 from llm.config.compilation import CompilationConfig
-from llm.config.engine import EngineArgs
+from llm.config.engine import LLMArgs
 from llm.errors import PluginError, ValidationError
 from llm.forward import StateSpec
 from llm.platforms import is_by_name
@@ -29,14 +29,14 @@ from llm.quantization.base import QuantizationConfig
 T = TypeVar("T")
 
 
-def without_broken_platforms(build: Callable[[EngineArgs], T]) -> Callable[[EngineArgs], T]:
+def without_broken_platforms(build: Callable[[LLMArgs], T]) -> Callable[[LLMArgs], T]:
     """Decorates start-up: with LLM_PLUGIN_ERRORS=warn, start again without a plugin's platform that has failed.
 
     An error of a platform that the user named is raised.
     """
 
     @functools.wraps(build)
-    def started(args: EngineArgs) -> T:
+    def started(args: LLMArgs) -> T:
         while True:
             try:
                 return build(args)
@@ -56,12 +56,12 @@ def check_operations(compilation: CompilationConfig) -> None:
     check_registered(compilation)
 
 
-def let_platform_update(platform: Platform, args: EngineArgs) -> EngineArgs:
+def let_platform_update(platform: Platform, args: LLMArgs) -> LLMArgs:
     """The arguments after the platform's update; raises `PluginError` if it returns anything but arguments."""
     updated = update_config(platform, args)
-    if not isinstance(updated, EngineArgs):
+    if not isinstance(updated, LLMArgs):
         raise PluginError(
-            f"{type(platform).__name__}.check_and_update_config must return the EngineArgs to go on with "
+            f"{type(platform).__name__}.check_and_update_config must return the LLMArgs to go on with "
             f"(dataclasses.replace makes them), got {updated!r}.",
             plugin=platform.plugin,
         )
@@ -93,9 +93,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def reasons_of_update(platform: Platform, asked: EngineArgs, updated: EngineArgs) -> dict[str, str]:
+def reasons_of_update(platform: Platform, asked: LLMArgs, updated: LLMArgs) -> dict[str, str]:
     """Argument -> why it has its value, for those that the platform changed."""
-    changed = [item.name for item in fields(EngineArgs) if getattr(asked, item.name) != getattr(updated, item.name)]
+    changed = [item.name for item in fields(LLMArgs) if getattr(asked, item.name) != getattr(updated, item.name)]
     if "compilation_config" in changed:
         changed += ["custom_ops", "mode", "backend"]
     return {name: f"set by platform {platform.name}" for name in changed}

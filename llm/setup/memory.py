@@ -21,7 +21,7 @@ from llm.config.engine import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_SEQS,
     GIB,
-    EngineArgs,
+    LLMArgs,
     LoRAConfig,
     SchedulerConfig,
 )
@@ -198,7 +198,7 @@ def _what_would_fit(tokens: int, needed: int | None) -> str:
 
 
 def plan_scheduler(
-    args: EngineArgs, max_model_len: int, free_bytes: int, *, batched_tokens: int, whole: bool = False
+    args: LLMArgs, max_model_len: int, free_bytes: int, *, batched_tokens: int, whole: bool = False
 ) -> tuple[SchedulerConfig, dict[str, str]]:
     """Batch sizes and their reasons.
 
@@ -356,7 +356,7 @@ _BYTES = 4  # of an element: adapters are usually stored as float32
 
 
 def plan_adapters(
-    args: EngineArgs, model: ReadModel, platform: Platform, free: int | None
+    args: LLMArgs, model: ReadModel, platform: Platform, free: int | None
 ) -> tuple[LoRAConfig | None, int]:
     """The adapters that rows can have (None: `enable_lora` is off), and what they leave of the free memory,
     of which there are `free` bytes, or what the platform says.
@@ -382,7 +382,7 @@ def plan_adapters(
     return LoRAConfig(args.max_loras, args.max_lora_rank, needed), free - needed
 
 
-def merged_adapter(args: EngineArgs, model: ReadModel) -> Path | None:
+def merged_adapter(args: LLMArgs, model: ReadModel) -> Path | None:
     """The folder of `merge_lora`, whose files are read once, before memory is allocated."""
     if args.merge_lora is None:
         return None
@@ -393,7 +393,7 @@ def merged_adapter(args: EngineArgs, model: ReadModel) -> Path | None:
     return folder
 
 
-def adapter_reasons(args: EngineArgs, model: ReadModel) -> dict[str, str]:
+def adapter_reasons(args: LLMArgs, model: ReadModel) -> dict[str, str]:
     """Field name of `LoRAConfig` -> why it has its value."""
     if not args.enable_lora:
         return {"lora_config": args.why("enable_lora")}

@@ -17,7 +17,7 @@ import torch
 
 from llm.base.checks import refuse
 from llm.base.types import JsonObject
-from llm.config.engine import DTYPES, EngineArgs, SpeculativeConfig
+from llm.config.engine import DTYPES, LLMArgs, SpeculativeConfig
 from llm.engine.boundary import PoolingPlan
 from llm.errors import CheckpointError, UnsupportedModelError, ValidationError, nearest
 from llm.loading.checkpoint import TensorInfo
@@ -68,7 +68,7 @@ class ReadModel:
     pooling: PoolingPlan | None
 
 
-def read_model(args: EngineArgs, chosen: Implementation | None = None) -> ReadModel:
+def read_model(args: LLMArgs, chosen: Implementation | None = None) -> ReadModel:
     """Read config.json and the weights' headers; no tensor is read. `chosen`: None: by config.json."""
     has_weights = args.load_format != "dummy"
     source = _find_source(args, has_weights)
@@ -97,7 +97,7 @@ def read_model(args: EngineArgs, chosen: Implementation | None = None) -> ReadMo
     )
 
 
-def _find_source(args: EngineArgs, has_weights: bool) -> ModelSource:
+def _find_source(args: LLMArgs, has_weights: bool) -> ModelSource:
     """A GGUF file where `model` names one, else a folder."""
     file = resolve_gguf(args.model, args.revision)
     if file is None:
@@ -112,7 +112,7 @@ def _find_source(args: EngineArgs, has_weights: bool) -> ModelSource:
     return GgufSource(file)
 
 
-def check_supported(args: EngineArgs, folder: Path) -> None:
+def check_supported(args: LLMArgs, folder: Path) -> None:
     """Refuse what config.json alone shows to be impossible: before the weights of a hub model are downloaded."""
     source: ModelSource = FolderSource(folder)
     source = source.with_overrides(resolve_overrides(args.hf_overrides, source.config()))
@@ -139,7 +139,7 @@ def _check_counts(layers: int, experts: int, tensors: Mapping[str, TensorInfo]) 
         )
 
 
-def read_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer | None:
+def read_tokenizer(args: LLMArgs, source: ModelSource) -> Tokenizer | None:
     """The tokenizer of the arguments or else the model's; None with `skip_tokenizer_init`."""
     if args.skip_tokenizer_init:
         return None
@@ -154,7 +154,7 @@ def eos_token_ids(reader: ConfigReader, generation: Mapping[str, Any]) -> frozen
     return frozenset((*reader.eos_token_ids(), *defaults.eos_token_ids()))
 
 
-def generation_defaults(args: EngineArgs, source: ModelSource) -> JsonObject:
+def generation_defaults(args: LLMArgs, source: ModelSource) -> JsonObject:
     """generation_config.json of the model, or of the folder that `generation_config` names."""
     if args.generation_config in _NO_FOLDERS:
         return source.generation_defaults()
@@ -165,7 +165,7 @@ def generation_defaults(args: EngineArgs, source: ModelSource) -> JsonObject:
     return FolderSource(folder).generation_defaults()
 
 
-def default_params(args: EngineArgs, generation: Mapping[str, Any]) -> SamplingParams:
+def default_params(args: LLMArgs, generation: Mapping[str, Any]) -> SamplingParams:
     """The params of `generate` if it gets none: the values of generation_config.json, unless `generation_config` says
     otherwise, overridden by `override_generation_config`."""
     files = {} if args.generation_config == "vllm" else _known(generation)
@@ -292,7 +292,7 @@ def _may_run_on_transformers(reader: ConfigReader) -> bool:
     return name is not None and name in (reader.names("architectures") or [name])
 
 
-def with_draft_head(args: EngineArgs, architecture: object, source: ModelSource, has_weights: bool) -> object:
+def with_draft_head(args: LLMArgs, architecture: object, source: ModelSource, has_weights: bool) -> object:
     """The architecture, with its head if `speculative_config` asks for it.
 
     Raises:

@@ -1,6 +1,6 @@
 """Every decision of start-up, with its reason.
 
-A `RunnerPlan` is derived from the arguments (`EngineArgs`) and the model folder (`ReadModel`): plain data, nothing is
+A `RunnerPlan` is derived from the arguments (`LLMArgs`) and the model folder (`ReadModel`): plain data, nothing is
 built. The arithmetic of memory is `llm.setup.memory`.
 """
 
@@ -25,8 +25,8 @@ from llm.config.engine import (
     DTYPES,
     GIB,
     CacheConfig,
-    EngineArgs,
     EngineConfig,
+    LLMArgs,
     ModelConfig,
     OffloadConfig,
     ParallelConfig,
@@ -77,13 +77,13 @@ class Dtypes:
     weights: torch.dtype
     store_as: torch.dtype | None
 
-    def of_cache(self, args: EngineArgs) -> torch.dtype:
+    def of_cache(self, args: LLMArgs) -> torch.dtype:
         """The KV cache's by default: `dtype`, or if that is "auto" the weights' type."""
         return self.weights if args.dtype == "auto" else self.store_as or self.compute
 
 
 def make_plan(
-    args: EngineArgs,
+    args: LLMArgs,
     model: ReadModel,
     platform: Platform,
     compilation: CompilationConfig,
@@ -151,7 +151,7 @@ def _specs(
     return list(kv_cache_specs(platform, found))
 
 
-def _for_pooling(args: EngineArgs, model: ReadModel) -> EngineArgs:
+def _for_pooling(args: LLMArgs, model: ReadModel) -> LLMArgs:
     """A pooling model drafts nothing, and keeps keys in full precision for its one step. If its tokens see those after
     them, a prompt is computed in one step and shares no prefix."""
     if model.pooling is None:
@@ -169,12 +169,12 @@ def _for_pooling(args: EngineArgs, model: ReadModel) -> EngineArgs:
     return replace(args, enable_chunked_prefill=False, enable_prefix_caching=False)
 
 
-def _add_notes(reasons: dict[str, str], args: EngineArgs, model: ReadModel, memory: MemoryPlan) -> None:
+def _add_notes(reasons: dict[str, str], args: LLMArgs, model: ReadModel, memory: MemoryPlan) -> None:
     reasons["max_model_len"] += _rope_note(model, memory.max_model_len)
     reasons |= snapshot_reasons(args, memory, model.chosen.name)
 
 
-def choose_dtypes(args: EngineArgs, model: ReadModel, platform: Platform) -> Dtypes:
+def choose_dtypes(args: LLMArgs, model: ReadModel, platform: Platform) -> Dtypes:
     """A `dtype` that the platform does not compute in is only the type of the weights.
 
     Where it computes in several, activations are of its preferred type, or of the weights' if both have 16 bits; and
@@ -206,14 +206,14 @@ def check_activations(dtype: torch.dtype, backend: Backend) -> None:
         )
 
 
-def _seed(args: EngineArgs, reasons: dict[str, str]) -> int:
+def _seed(args: LLMArgs, reasons: dict[str, str]) -> int:
     if args.seed is not None:
         return args.seed
     reasons["seed"] = "drawn at start, for seed=None"
     return int.from_bytes(os.urandom(8), "little")
 
 
-def _num_threads(args: EngineArgs, platform: Platform, reasons: dict[str, str], tp: TensorParallel) -> int | None:
+def _num_threads(args: LLMArgs, platform: Platform, reasons: dict[str, str], tp: TensorParallel) -> int | None:
     """The user's number of threads, at most as many as the platform allows; None: PyTorch's at each step."""
     if tp.size > 1 and args.num_threads is None:
         reasons["num_threads"] = f"of each of {tp.size} ranks: torch.get_num_threads() shared out"
@@ -224,7 +224,7 @@ def _num_threads(args: EngineArgs, platform: Platform, reasons: dict[str, str], 
     return min(wanted, most) if args.num_threads is not None or wanted > most else None
 
 
-def warn_of_offload(args: EngineArgs, plan: RunnerPlan) -> None:
+def warn_of_offload(args: LLMArgs, plan: RunnerPlan) -> None:
     """Warn where weights are read from a file and nobody asked for it."""
     config = plan.config
     if config.offload_config.offload_weights and args.offload_weights is None:
@@ -247,7 +247,7 @@ def with_sampling_defaults(plan: RunnerPlan, params: SamplingParams) -> RunnerPl
     return replace(plan, config=replace(plan.config, model_config=model_config))
 
 
-def _model_config(args: EngineArgs, model: ReadModel, dtypes: Dtypes, max_model_len: int, seed: int) -> ModelConfig:
+def _model_config(args: LLMArgs, model: ReadModel, dtypes: Dtypes, max_model_len: int, seed: int) -> ModelConfig:
     return ModelConfig(
         model=str(args.model),
         tokenizer=str(args.tokenizer or args.model),
@@ -290,7 +290,7 @@ def _pooler_config(plan: PoolingPlan) -> PoolerConfig:
     )
 
 
-def _cache_config(args: EngineArgs, memory: MemoryPlan, dtype: torch.dtype) -> CacheConfig:
+def _cache_config(args: LLMArgs, memory: MemoryPlan, dtype: torch.dtype) -> CacheConfig:
     return CacheConfig(
         block_size=args.block_size or DEFAULT_BLOCK_SIZE,
         num_blocks=memory.num_blocks,
@@ -305,7 +305,7 @@ def _cache_config(args: EngineArgs, memory: MemoryPlan, dtype: torch.dtype) -> C
 
 
 def _reasons(
-    args: EngineArgs, model: ReadModel, dtypes: Dtypes, compilation: CompilationConfig, backend: Backend
+    args: LLMArgs, model: ReadModel, dtypes: Dtypes, compilation: CompilationConfig, backend: Backend
 ) -> dict[str, str]:
     """Field name -> why it has its value, for the fields that need no arithmetic."""
     return {
@@ -340,7 +340,7 @@ def _architecture_reason(model: ReadModel) -> str:
     return f"{reason}; weights of {', '.join(left_out)} are left out"
 
 
-def _dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes, backend: Backend) -> str:
+def _dtype_reason(args: LLMArgs, model: ReadModel, dtypes: Dtypes, backend: Backend) -> str:
     if backend.device.type != "cpu":
         return f"{args.dtype}; activations are {str(dtypes.compute).removeprefix('torch.')}, sums and logits float32"
     if dtypes.store_as is torch.bfloat16 and backend.rounds_bf16_inputs:
@@ -353,13 +353,13 @@ def _dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes, backend: B
     return exact
 
 
-def _mode_reason(args: EngineArgs, compilation: CompilationConfig) -> str:
+def _mode_reason(args: LLMArgs, compilation: CompilationConfig) -> str:
     if args.enforce_eager:
         return "enforce_eager=True: nothing is compiled"
     return "operations that are off are compiled one by one" if compilation.compiles else "nothing is compiled"
 
 
-def _weight_dtype_reason(args: EngineArgs, model: ReadModel, dtypes: Dtypes, backend: Backend) -> str:
+def _weight_dtype_reason(args: LLMArgs, model: ReadModel, dtypes: Dtypes, backend: Backend) -> str:
     merged = "" if args.merge_lora is None else f"; the adapter {args.merge_lora} is added"
     if dtypes.store_as and backend.device.type != "cpu":
         return f"matrices that are not quantized have the activations' type{merged}"
@@ -386,7 +386,7 @@ def _rope_note(model: ReadModel, max_model_len: int) -> str:
 
 
 def _plan_memory(
-    args: EngineArgs,
+    args: LLMArgs,
     model: ReadModel,
     dtypes: Dtypes,
     specs: Sequence[StateSpec],
@@ -425,7 +425,7 @@ def _plan_memory(
 
 
 def _offloaded(
-    args: EngineArgs, model: ReadModel, memory: MemoryPlan, weights: int, free: int
+    args: LLMArgs, model: ReadModel, memory: MemoryPlan, weights: int, free: int
 ) -> tuple[MemoryPlan, OffloadConfig]:
     """Raises `OutOfMemoryError` where the disk has no room."""
     tensors = model.source.tensors().tensors.values() if model.has_weights else ()
@@ -453,7 +453,7 @@ def _too_large(weights: int, free: int, backend: Backend) -> str:
     return f"the weights take {weights} bytes and {free} are free; {ways}{more}."
 
 
-def weight_bytes_in_memory(args: EngineArgs, model: ReadModel | None, platform: Platform) -> int:
+def weight_bytes_in_memory(args: LLMArgs, model: ReadModel | None, platform: Platform) -> int:
     """About what the weights will take; 0: there is no model."""
     return 0 if model is None else _weight_bytes(model, choose_dtypes(args, model, platform))
 
@@ -478,7 +478,7 @@ def _weight_bytes(model: ReadModel, dtypes: Dtypes) -> int:
 
 
 def choose_speculation(
-    args: EngineArgs, specs: Sequence[StateSpec], backend: Backend, reasons: dict[str, str]
+    args: LLMArgs, specs: Sequence[StateSpec], backend: Backend, reasons: dict[str, str]
 ) -> SpeculativeConfig | None:
     """What drafts tokens. By default nothing does where drafts could change an answer."""
     config = SpeculativeConfig.of(args.speculative_config)
@@ -500,7 +500,7 @@ def choose_speculation(
 
 
 def choose_cache_dtype(
-    args: EngineArgs, default: torch.dtype, config: QuantizationConfig | None
+    args: LLMArgs, default: torch.dtype, config: QuantizationConfig | None
 ) -> tuple[torch.dtype, str]:
     """(dtype, reason). default: that of `dtype=`, or if that is "auto" of the weights; a checkpoint's static scales
     come before it."""
@@ -553,7 +553,7 @@ _SHARE, _LEAST_BYTES = 128, 16 << 20
 _BYTES = 4  # of a number of a table
 
 
-def longest_sequence(args: EngineArgs, model: ReadModel, specs: Sequence[StateSpec], free: int) -> tuple[int, str]:
+def longest_sequence(args: LLMArgs, model: ReadModel, specs: Sequence[StateSpec], free: int) -> tuple[int, str]:
     """(positions, what limits them). With `max_model_len` given, the model's maximum."""
     longest: int = model.architecture.max_position_embeddings
     limit = None if model.pooling is None else model.pooling.modules.max_seq_length
@@ -567,7 +567,7 @@ def longest_sequence(args: EngineArgs, model: ReadModel, specs: Sequence[StateSp
     return fitting, f"what rotary tables in 1/{_SHARE} of the free memory hold (the model's maximum is {longest})"
 
 
-def snapshot_interval(args: EngineArgs, specs: Sequence[StateSpec], model_impl: str) -> int:
+def snapshot_interval(args: LLMArgs, specs: Sequence[StateSpec], model_impl: str) -> int:
     """Tokens between two snapshots of recurrent states; 0: prefixes are not shared, or there are no such states.
 
     transformers' code takes none: some of it computes a prompt's further chunks token by token.
@@ -582,7 +582,7 @@ def snapshot_interval(args: EngineArgs, specs: Sequence[StateSpec], model_impl: 
     return args.mamba_block_size or choose_snapshot_interval(per_token, per_request, block_size)
 
 
-def snapshot_reasons(args: EngineArgs, memory: MemoryPlan, model_impl: str) -> dict[str, str]:
+def snapshot_reasons(args: LLMArgs, memory: MemoryPlan, model_impl: str) -> dict[str, str]:
     """Field name of `CacheConfig` -> why it has its value."""
     if not memory.num_state_slots:
         none = "no layer keeps a recurrent state"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from llm.base.checks import refuse
-from llm.config.engine import EngineArgs
+from llm.config.engine import LLMArgs
 from llm.engine.boundary import QWEN3_RERANKER, PoolingPlan
 from llm.errors import CheckpointError, UnsupportedModelError
 from llm.loading.resolve import is_hub_name
@@ -55,7 +55,7 @@ class Purpose:
         return "generate" if self.convert == "none" else "pooling"
 
 
-def choose_purpose(args: EngineArgs, reader: ConfigReader, source: ModelSource) -> Purpose:
+def choose_purpose(args: LLMArgs, reader: ConfigReader, source: ModelSource) -> Purpose:
     """From the arguments, or else from the checkpoint; raises `ValidationError` where they contradict each other."""
     if args.runner == "generate":
         if args.convert in ("embed", "classify"):
@@ -101,7 +101,7 @@ def _sees_ahead(architecture: str) -> bool:
 
 
 def plan_pooling(
-    args: EngineArgs, purpose: Purpose, reader: ConfigReader, source: ModelSource, architecture: object
+    args: LLMArgs, purpose: Purpose, reader: ConfigReader, source: ModelSource, architecture: object
 ) -> PoolingPlan | None:
     """What becomes of hidden states; None: the model generates.
 
@@ -207,7 +207,7 @@ def _activation(reader: ConfigReader, classes: int) -> str:
     return _PROBLEMS.get(problem) or ("sigmoid" if classes == 1 else "softmax")
 
 
-def _modules(args: EngineArgs, source: ModelSource) -> SentenceModules | None:
+def _modules(args: LLMArgs, source: ModelSource) -> SentenceModules | None:
     if not isinstance(source, FolderSource):
         return None
     hub_name = str(args.model) if is_hub_name(args.model) else ""

@@ -23,7 +23,7 @@ from llm.base.library_settings import library_defaults
 from llm.base.text import quote
 from llm.base.types import JsonObject
 from llm.config.compilation import CompilationConfig
-from llm.config.engine import GIB, EngineArgs
+from llm.config.engine import GIB, LLMArgs
 from llm.engine.boundary import Rates, RunnerPlan
 from llm.engine.images import NO_TOWER, images_of
 from llm.errors import CheckpointError, LLMError, OutOfMemoryError, ValidationError
@@ -146,7 +146,7 @@ class ModelPlan:
         return [f"fits               no: {self.why_not}", found]
 
 
-def with_image(found: ModelPlan, args: EngineArgs, size: str) -> ModelPlan:
+def with_image(found: ModelPlan, args: LLMArgs, size: str) -> ModelPlan:
     """The plan with what an image of this size ("1024x768", width first) takes.
 
     Raises:
@@ -165,7 +165,7 @@ def with_image(found: ModelPlan, args: EngineArgs, size: str) -> ModelPlan:
     return replace(found, image=size, image_tokens=tokens, image_prompts=held)
 
 
-def preview(args: EngineArgs, rates: Rates | None = None, free: int | None = None) -> ModelPlan:
+def preview(args: LLMArgs, rates: Rates | None = None, free: int | None = None) -> ModelPlan:
     """The plan for these arguments; raises the errors of `LLM(...)`, but not those of memory.
 
     Args:
@@ -180,7 +180,7 @@ def preview(args: EngineArgs, rates: Rates | None = None, free: int | None = Non
         return replace(found, model=str(args.model)) if here is not args else found
 
 
-def _preview(args: EngineArgs, rates: Rates | None, free: int | None) -> ModelPlan:
+def _preview(args: LLMArgs, rates: Rates | None, free: int | None) -> ModelPlan:
     platform = select_platform(args.device)[0]
     load_general_plugins()
     free, places = platform.memory_free() if free is None else free, placements(args)
@@ -203,7 +203,7 @@ def _preview(args: EngineArgs, rates: Rates | None, free: int | None) -> ModelPl
     return replace(found, fits=False, why_not=why_not, change=_change(args, platform, free))
 
 
-def _planned(args: EngineArgs, model: ReadModel, platform: Platform, free: int) -> tuple[RunnerPlan | None, str]:
+def _planned(args: LLMArgs, model: ReadModel, platform: Platform, free: int) -> tuple[RunnerPlan | None, str]:
     """(the plan of start-up, None where it refuses the model; why the model does not fit, or "")."""
     try:
         plan = _plan(args, model, platform, free)
@@ -214,7 +214,7 @@ def _planned(args: EngineArgs, model: ReadModel, platform: Platform, free: int) 
     return plan, ""
 
 
-def _plan(args: EngineArgs, model: ReadModel, platform: Platform, free: int) -> RunnerPlan:
+def _plan(args: LLMArgs, model: ReadModel, platform: Platform, free: int) -> RunnerPlan:
     args, backend = let_platform_update(platform, args), platform.simple_compile_backend
     compilation = CompilationConfig.of(
         args.compilation_config, default_backend=backend, enforce_eager=args.enforce_eager
@@ -223,7 +223,7 @@ def _plan(args: EngineArgs, model: ReadModel, platform: Platform, free: int) -> 
 
 
 def _sized(
-    args: EngineArgs, model: ReadModel, platform: Platform, plan: RunnerPlan, rates: Rates | None, free: int
+    args: LLMArgs, model: ReadModel, platform: Platform, plan: RunnerPlan, rates: Rates | None, free: int
 ) -> ModelPlan:
     config = model.quantization.config
     is_plain = config is None or isinstance(config, OnlineConfig)
@@ -278,7 +278,7 @@ def _held(found: ModelPlan, plan: RunnerPlan, length: int) -> int:
     return min(most, cache.num_blocks // -(-length // cache.block_size)) if found.kv_bytes_per_token else most
 
 
-def _change(args: EngineArgs, platform: Platform, free: int) -> dict[str, object]:
+def _change(args: LLMArgs, platform: Platform, free: int) -> dict[str, object]:
     """The arguments of the first change that makes the model fit; {}: none of those that are tried."""
     for change in _changes(args):
         changed = replace(args, **change)
@@ -299,7 +299,7 @@ def _change(args: EngineArgs, platform: Platform, free: int) -> dict[str, object
     return {}
 
 
-def _changes(args: EngineArgs) -> Iterator[JsonObject]:
+def _changes(args: LLMArgs) -> Iterator[JsonObject]:
     """Shorter sequences, then smaller weights, then both."""
     shorter: list[JsonObject] = [{}]
     if args.max_model_len is not None:

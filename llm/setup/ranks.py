@@ -1,8 +1,8 @@
 """Starting the other ranks of an `LLM`, and what each of them runs: the role of `llm.workers` behind
 `tensor_parallel_size`.
 
-A rank reads the model folder by itself and loads its part. What rank 0 has decided, such as the size of the caches, it
-is told.
+A rank reads the model folder by itself and loads its part. What rank 0 has decided, such as the size of the caches, is
+sent to it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from llm.base.checks import refuse
 from llm.base.custom_op import op_registry_oot
 from llm.config import env
 from llm.config.compilation import CompilationConfig
-from llm.config.engine import CacheConfig, EngineArgs, SchedulerConfig, SpeculativeConfig
+from llm.config.engine import CacheConfig, LLMArgs, SchedulerConfig, SpeculativeConfig
 from llm.engine.boundary import RunnerPlan
 from llm.errors import LLMError, ValidationError
 from llm.kernels.select import backend_for
-from llm.layers.parallel import Meeting, communicator_cls, tensor_parallel
+from llm.layers.parallel import Rendezvous, communicator_cls, tensor_parallel
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
 from llm.runner.ranks import FollowingRunner, LeadRunner, RankGroup
@@ -34,17 +34,17 @@ from llm.workers.process import WorkerProcess
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What a rank is told first.
+class RankArgs:
+    """The first message to a rank.
 
     Attributes:
         args: with what rank 0 has decided.
         size: of the group.
-        folder, seconds: of its `Meeting`.
+        folder, seconds: of its `Rendezvous`.
         knows: what rank 0 has registered, by what it is.
     """
 
-    args: EngineArgs
+    args: LLMArgs
     size: int
     folder: Path
     seconds: float
@@ -53,7 +53,7 @@ class Opening:
     knows: dict[str, str]
 
 
-SCHEMA = Schema([Opening, EngineArgs, CacheConfig, SchedulerConfig, SpeculativeConfig])
+SCHEMA = Schema([RankArgs, LLMArgs, CacheConfig, SchedulerConfig, SpeculativeConfig])
 _ANY_NUMBER = 1 << 60  # of bytes: rank 0 has looked at the memory
 # Arguments that concern rank 0 alone.
 _OF_LEAD = (
@@ -63,7 +63,7 @@ _OF_LEAD = (
 )
 
 
-def check_ranks(args: EngineArgs, platform: Platform) -> None:
+def check_ranks(args: LLMArgs, platform: Platform) -> None:
     """Raise `ValidationError` for arguments that several ranks cannot follow; before anything is read."""
     if args.tensor_parallel_size == 1:
         return
@@ -88,7 +88,7 @@ def check_ranks(args: EngineArgs, platform: Platform) -> None:
         refuse("calibration", args.calibration, "left out with tensor_parallel_size")
 
 
-def start_ranks(args: EngineArgs, plan: RunnerPlan, platform: Platform) -> LeadRunner:
+def start_ranks(args: LLMArgs, plan: RunnerPlan, platform: Platform) -> LeadRunner:
     """Rank 0, and the processes of the others, which begin to load.
 
     Raises:
@@ -99,14 +99,14 @@ def start_ranks(args: EngineArgs, plan: RunnerPlan, platform: Platform) -> LeadR
     workers: list[WorkerProcess] = []
     try:
         seconds = env.get_seconds("LLM_WORKER_TIMEOUT", 300.0)
-        meeting = Meeting(Path(folder.name), seconds)
-        tp = tensor_parallel(platform, 0, size, meeting)
-        opening = _opening(args, plan, platform, meeting)
+        rendezvous = Rendezvous(Path(folder.name), seconds)
+        tp = tensor_parallel(platform, 0, size, rendezvous)
+        sent = _rank_args(args, plan, platform, rendezvous)
         if tp.communicator is None:
             raise LLMError("a group of ranks has no communicator.")
         for rank in range(1, size):
             workers.append(WorkerProcess(__name__, rank, SCHEMA, name="rank", folder=folder.name))
-            workers[-1].send("open", opening)
+            workers[-1].send("open", sent)
         return LeadRunner(platform, tp, RankGroup(workers, tp.communicator, folder.cleanup))
     except BaseException:
         for worker in workers:
@@ -120,12 +120,12 @@ def _memory_folder() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
-def _opening(args: EngineArgs, plan: RunnerPlan, platform: Platform, meeting: Meeting) -> Opening:
-    config, defaults = plan.config, EngineArgs(args.model)
+def _rank_args(args: LLMArgs, plan: RunnerPlan, platform: Platform, rendezvous: Rendezvous) -> RankArgs:
+    config, defaults = plan.config, LLMArgs(args.model)
     of_lead = {name: getattr(defaults, name) for name in _OF_LEAD}
     drafts = SpeculativeConfig.of(args.speculative_config)
     heads = args.speculative_config if drafts is not None and drafts.has_head else None  # a part of the model
-    told = replace(
+    own = replace(
         args,
         **{**of_lead, "use_tqdm_on_load": False, "skip_tokenizer_init": True, "speculative_config": heads},
         device=platform.name,
@@ -134,7 +134,7 @@ def _opening(args: EngineArgs, plan: RunnerPlan, platform: Platform, meeting: Me
         seed=config.model_config.seed,
     )
     of_caches = config.cache_config, config.scheduler_config
-    return Opening(told, plan.tp_size, meeting.folder, meeting.timeout_s, *of_caches, _known(plan))
+    return RankArgs(own, plan.tp_size, rendezvous.folder, rendezvous.timeout_s, *of_caches, _known(plan))
 
 
 def _known(plan: RunnerPlan) -> dict[str, str]:
@@ -149,32 +149,32 @@ def _known(plan: RunnerPlan) -> dict[str, str]:
 def serve(connection: Connection, rank: int) -> None:
     """A rank above 0: raises `EOFError` when rank 0 has closed its end."""
     message = connection.receive()
-    if message is None or not isinstance(message.body, Opening):
+    if message is None or not isinstance(message.body, RankArgs):
         raise LLMError(f"a rank is opened first, got {message!r}.")
     opened = _opened(message.body, rank)
     connection.send("opened")
     opened.follow(connection)
 
 
-def _opened(told: Opening, rank: int) -> FollowingRunner:
+def _opened(given: RankArgs, rank: int) -> FollowingRunner:
     """The runner with its part of the model."""
     load_general_plugins()
-    platform, _ = select_platform(told.args.device)
-    args = let_platform_update(platform, told.args)
+    platform, _ = select_platform(given.args.device)
+    args = let_platform_update(platform, given.args)
     compilation = CompilationConfig.of(
         args.compilation_config, default_backend=platform.simple_compile_backend, enforce_eager=args.enforce_eager
     ).with_base_mode()
     model = read_model(args)
     try:
-        tp = tensor_parallel(platform, rank, told.size, Meeting(told.folder, told.seconds))
+        tp = tensor_parallel(platform, rank, given.size, Rendezvous(given.folder, given.seconds))
         plan = make_plan(args, model, platform, compilation, backend_for(platform), (), tp, free=_ANY_NUMBER)
         for name, own in _known(plan).items():
-            if own != told.knows[name]:
+            if own != given.knows[name]:
                 raise ValidationError(
-                    f"rank {rank} has other {name} than rank 0, {own} and not {told.knows[name]}: put what the program "
-                    "registers into a plugin, which every process loads."
+                    f"rank {rank} has other {name} than rank 0, {own} and not {given.knows[name]}: put what the "
+                    "program registers into a plugin, which every process loads."
                 )
-        config = replace(plan.config, cache_config=told.cache, scheduler_config=told.scheduler)
+        config = replace(plan.config, cache_config=given.cache, scheduler_config=given.scheduler)
         runner = FollowingRunner(platform, tp)
         runner.load(replace(plan, config=config, merge_lora=merged_adapter(args, model)))
     finally:

@@ -98,7 +98,7 @@ class WorkerProcess:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **(environment or {})},
-                    pass_fds=system.passed(there),
+                    pass_fds=system.inherited_fds(there),
                     # Ctrl-C in the terminal is for this process, which tells its workers.
                     start_new_session=True,
                     creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # Windows' own
@@ -110,7 +110,7 @@ class WorkerProcess:
             if given is None or output is None:
                 raise RuntimeError("a worker was started without pipes")
             with contextlib.suppress(BrokenPipeError):  # it has died, which the end of its socket tells
-                os.write(given.fileno(), system.handed_over(there, self._process.pid).hex().encode() + b"\n")
+                os.write(given.fileno(), system.export_socket(there, self._process.pid).hex().encode() + b"\n")
         self._schema = schema
         self._wanted = _Wanted(given, here)
         self._connection = connection = Connection(here, schema)
@@ -158,7 +158,7 @@ class WorkerProcess:
             watched: the worker has something to do: if it is silent for longer than `LLM_WORKER_TIMEOUT`, it is ended.
 
         Raises:
-            WorkerDiedError: it is dead, or was ended because of its silence; with its traceback if it has told one.
+            WorkerDiedError: it is dead, or was ended because of its silence; with its traceback if it sent one.
         """
         self._check()
         began = monotonic()
@@ -166,14 +166,14 @@ class WorkerProcess:
         while True:
             left = _POLL_SECONDS if end is None else min(_POLL_SECONDS, max(0.0, end - monotonic()))
             try:
-                return self.told(self._inbox.get(timeout=left)[1])
+                return self.check_message(self._inbox.get(timeout=left)[1])
             except Empty:
                 if watched:
                     self.check_heard(began)
                 if end is not None and monotonic() >= end:
                     return None
 
-    def told(self, message: Message | None) -> Message:
+    def check_message(self, message: Message | None) -> Message:
         """A message that came from this worker by an inbox; raises `WorkerDiedError` where it is its end."""
         if message is None or message.kind == FAILED:
             raise self._death("" if message is None else str(message.body))
@@ -239,12 +239,12 @@ class WorkerProcess:
             said = f"{self.name} failed:\n{trace.rstrip()}"
         else:
             last = "".join(f"\n  {line}" for line in self._lines)
-            said = f"{self.name} died: {hung or _told(status)}" + (f"; its last lines:{last}" if last else ".")
+            said = f"{self.name} died: {hung or _ended(status)}" + (f"; its last lines:{last}" if last else ".")
         self._died = WorkerDiedError(said, self.number)
         return self._died
 
 
-def _told(status: int) -> str:
+def _ended(status: int) -> str:
     if status >= 0:
         return f"it ended with exit status {status}"
     name = signal.Signals(-status).name

@@ -85,12 +85,12 @@ def serve_role(role: str, number: int, folder: str) -> None:
     program = FileIO(os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    told = bytes.fromhex(program.readline().decode())
-    if not told:
+    exported = bytes.fromhex(program.readline().decode())
+    if not exported:
         _delete(folder)
         return  # the program is gone
     threading.Thread(target=_leave_with, args=(program, folder), name="end of the program", daemon=True).start()
-    connection = ServedConnection(system.taken_over(told), Schema())
+    connection = ServedConnection(system.import_socket(exported), Schema())
     try:
         module = importlib.import_module(role)  # may take long, so it beats already
         connection.schema = module.SCHEMA

@@ -15,7 +15,7 @@ from llm import LLM, SamplingParams
 from llm.base.library_settings import num_threads
 from llm.config import env
 from llm.config.compilation import CompilationMode
-from llm.config.engine import DEFAULT_MAX_NUM_SEQS, EngineArgs, EngineConfig
+from llm.config.engine import DEFAULT_MAX_NUM_SEQS, EngineConfig, LLMArgs
 from llm.errors import OutOfMemoryError, ValidationError
 from llm.platforms import current_platform
 from llm.runner import model_runner
@@ -66,14 +66,14 @@ def test_every_choice_has_its_reason(llm: LLM) -> None:
     ],
 )
 def test_task_says_runner_and_convert(task: str | None, said: tuple[str, str]) -> None:
-    args = EngineArgs("x", task=task)
+    args = LLMArgs("x", task=task)
     assert (args.runner, args.convert) == said
-    again = EngineArgs("x", task=task, runner=said[0], convert=said[1])
+    again = LLMArgs("x", task=task, runner=said[0], convert=said[1])
     assert again == args == dataclasses.replace(args)
 
 
 def test_a_task_that_contradicts() -> None:
-    assert EngineArgs("x", task="score", convert="classify").convert == "classify"
+    assert LLMArgs("x", task="score", convert="classify").convert == "classify"
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"task": "embed", "runner": "generate"}, "runner must be 'pooling', or left out, with task='embed'"),
         ({"task": "embed", "convert": "classify"}, "convert must be 'embed', or left out, with task='embed'"),
@@ -83,7 +83,7 @@ def test_a_task_that_contradicts() -> None:
     ]
     for given, message in wrong:
         with pytest.raises(ValidationError, match=message):
-            EngineArgs("x", **given)
+            LLMArgs("x", **given)
 
 
 def test_a_model_is_loaded_for_a_task() -> None:
@@ -280,21 +280,21 @@ def test_a_model_that_keeps_nothing_of_a_token_has_no_blocks() -> None:
 
 
 def test_batch_sizes() -> None:
-    config, reasons = plan_scheduler(EngineArgs("x"), 1024, MIB, batched_tokens=512)
+    config, reasons = plan_scheduler(LLMArgs("x"), 1024, MIB, batched_tokens=512)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (
         DEFAULT_MAX_NUM_SEQS,
         512,
     )
     assert set(reasons.values()) == {"default"}
     config, reasons = plan_scheduler(
-        EngineArgs("x", max_num_seqs=2, max_num_batched_tokens=7), 1024, MIB, batched_tokens=512
+        LLMArgs("x", max_num_seqs=2, max_num_batched_tokens=7), 1024, MIB, batched_tokens=512
     )
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (2, 7)
     assert (reasons["max_num_seqs"], reasons["max_num_batched_tokens"]) == ("asked for", "asked for")
 
 
 def test_whole_prompts_need_a_step_that_holds_the_longest() -> None:
-    whole = EngineArgs("x", enable_chunked_prefill=False)
+    whole = LLMArgs("x", enable_chunked_prefill=False)
     config, reasons = plan_scheduler(whole, 9000, MIB, batched_tokens=512)
     assert config.max_num_batched_tokens == 9000
     assert "enable_chunked_prefill" in reasons["max_num_batched_tokens"]

@@ -23,7 +23,7 @@ from tiny_models import TINY_MODELS, one_thread
 
 from llm import LLM, SamplingParams
 from llm.config.compilation import CompilationConfig
-from llm.config.engine import EngineArgs
+from llm.config.engine import LLMArgs
 from llm.engine.boundary import Runner
 from llm.kernels.select import backend_for
 from llm.layers.attention import Attention
@@ -167,7 +167,7 @@ def test_what_cannot_cross_is_told(pipe: Connection, monkeypatch: pytest.MonkeyP
 
 
 def test_a_plan_for_one_rank_of_two_holds_half_of_the_heads(tmp_path: Path) -> None:
-    args = EngineArgs(model=EMBEDDED_MODEL, max_model_len=64)
+    args = LLMArgs(model=EMBEDDED_MODEL, max_model_len=64)
     platform, compilation = CpuPlatform(), CompilationConfig()
     read = read_model(args)
     whole, *halves = (

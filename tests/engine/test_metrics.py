@@ -12,7 +12,7 @@ from embedded import GREEDY, PROMPTS, open_llm, run
 from tiny_models import tiny_checkpoint
 
 from llm import LLM, LLMEngine, SamplingParams, ValidationError
-from llm.config.engine import EMBEDDED_MODEL, EngineArgs
+from llm.config.engine import EMBEDDED_MODEL, LLMArgs
 from llm.v1.metrics.reader import Counter, Gauge, Histogram, Metric
 
 
@@ -48,7 +48,7 @@ def test_metrics_of_several_completions_are_the_firsts() -> None:
 
 def test_it_is_a_flag() -> None:
     with pytest.raises(ValidationError, match="disable_log_stats must be True or False"):
-        EngineArgs(EMBEDDED_MODEL, disable_log_stats="no")  # type: ignore[arg-type]
+        LLMArgs(EMBEDDED_MODEL, disable_log_stats="no")  # type: ignore[arg-type]
 
 
 def metrics_of(llm: LLM) -> dict[str, Metric]:

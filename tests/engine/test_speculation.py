@@ -26,7 +26,7 @@ from test_metamorphic import PREEMPTED, SETTINGS, Case, check_orders
 from tiny_models import TINY_MODELS, VOCAB, one_thread, tiny_checkpoint, write_checkpoint
 
 from llm import LLM, SamplingParams, StructuredOutputsParams, ValidationError
-from llm.config.engine import EngineArgs, SpeculativeConfig
+from llm.config.engine import LLMArgs, SpeculativeConfig
 from llm.errors import OutOfMemoryError
 from llm.llm import EMBEDDED_MODEL
 from llm.runner.speculation.draft_model import DraftModelSource
@@ -376,4 +376,4 @@ def test_the_config_says_what_drafts() -> None:
 def test_the_default_drafts_where_nothing_can_change() -> None:
     with open_llm(max_model_len=64, speculative_config="auto") as llm:
         assert engine_of(llm).runner.proposer is not None
-    assert EngineArgs("model").speculative_config == "auto" == signature(LLM).parameters["speculative_config"].default
+    assert LLMArgs("model").speculative_config == "auto" == signature(LLM).parameters["speculative_config"].default

@@ -45,7 +45,7 @@ TARGETS = ("forward_native", "forward_cpu")
 
 for _module in pkgutil.walk_packages(llm.layers.__path__, "llm.layers."):
     importlib.import_module(_module.name)
-IN_TREE = {name: op for name, op in op_registry.items() if op.__module__.startswith("llm.")}
+IN_TREE = {name: op for name, op in op_registry.items() if op.__module__.startswith("llm.layers.")}
 
 
 def targets(op: type) -> list[str]:

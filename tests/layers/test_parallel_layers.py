@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meeting import NOWHERE, Meeting
+from thread_ranks import NOWHERE, ThreadRanks
 from torch import nn
 
 from llm.base.construction import constructing_for
@@ -139,8 +139,8 @@ def test_a_projection_of_slices_has_the_bits_of_one_rank(size: int, input_is_par
         layer.quant_method.process_weights_after_loading(layer)
         return layer(x.chunk(tp.size, -1)[tp.rank] if input_is_parallel else x)
 
-    (alone,) = Meeting(1).run(work)
-    for result in Meeting(size).run(work):
+    (alone,) = ThreadRanks(1).run(work)
+    for result in ThreadRanks(size).run(work):
         assert torch.equal(result, alone)
     assert torch.allclose(alone, nn.functional.linear(x, weight, bias), atol=1e-5)
 
@@ -174,8 +174,8 @@ def test_ranks_that_can_talk_all_have_the_result(size: int) -> None:
             layer.quant_method.process_weights_after_loading(layer)
         return third(second(first(x)))
 
-    (alone,) = Meeting(1).run(work)
-    for result in Meeting(size).run(work):
+    (alone,) = ThreadRanks(1).run(work)
+    for result in ThreadRanks(size).run(work):
         assert torch.equal(result, alone)
     assert torch.allclose(alone, (x @ up.T @ down.T + 1) @ last.T, atol=1e-4, rtol=1e-4)
 
@@ -288,7 +288,7 @@ def test_every_rank_has_the_embedding_of_every_id(size: int, has_added: bool) ->
         load(layer, table if has_added else table[:20], None)
         return layer(token_ids)
 
-    for result in Meeting(size).run(work):
+    for result in ThreadRanks(size).run(work):
         assert torch.equal(result, whole[token_ids])
 
 
@@ -308,7 +308,7 @@ def test_logits_of_ranks_are_in_order_of_ids(size: int, original: int) -> None:
         )
 
     expected = nn.functional.linear(hidden, table, bias)
-    for everything, of_originals, without_bias in Meeting(size).run(work):
+    for everything, of_originals, without_bias in ThreadRanks(size).run(work):
         assert torch.allclose(everything, expected, atol=1e-5)
         assert torch.equal(of_originals, everything[:, :original])
         assert torch.allclose(without_bias + bias, everything, atol=1e-5)

@@ -1,6 +1,6 @@
 """A model split over ranks is the whole model: every rank has its logits, and holds its share of heads and cache.
 
-Ranks are threads of this process (`meeting.py`), each with a model of its own that loads its slice of one checkpoint.
+Ranks are threads of this process (`thread_ranks.py`), each with a model that loads its slice of one checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from meeting import Meeting
+from thread_ranks import ThreadRanks
 from tiny_models import TINY_MODELS, make_prompts, write_checkpoint
 
 from llm.base.construction import constructing_for
@@ -113,7 +113,7 @@ def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_rank_has_the_logits_of_the_whole_model(split: Split, size: int) -> None:
     whole = split.logits(SINGLE)
-    for logits in Meeting(size).run(split.logits):
+    for logits in ThreadRanks(size).run(split.logits):
         assert logits.shape == whole.shape
         assert (logits - whole).abs().max() < TOLERANCE * whole.abs().max()
 
@@ -121,13 +121,13 @@ def test_every_rank_has_the_logits_of_the_whole_model(split: Split, size: int) -
 def test_a_rank_that_adds_nothing_is_missed(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: with one rank's terms left out, the logits are others."""
     whole = split.logits(SINGLE)
-    exchange = Meeting.exchange
+    exchange = ThreadRanks.exchange
 
-    def planted(self: Meeting, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+    def planted(self: ThreadRanks, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
         return [part if other == 0 else torch.zeros_like(part) for other, part in enumerate(exchange(self, rank, x))]
 
-    monkeypatch.setattr(Meeting, "exchange", planted)
-    for logits in Meeting(2).run(split.logits):
+    monkeypatch.setattr(ThreadRanks, "exchange", planted)
+    for logits in ThreadRanks(2).run(split.logits):
         assert (logits - whole).abs().max() > 100 * TOLERANCE * whole.abs().max()
 
 

@@ -16,7 +16,7 @@ import torch
 from embedded import python
 
 import llm.platforms
-from llm.config import EngineArgs
+from llm.config import LLMArgs
 from llm.errors import LLMError, ValidationError
 from llm.layers.communicators import SharedMemoryCommunicator
 from llm.platforms import BUILTIN, Platform, PlatformEnum, select_platform
@@ -341,7 +341,7 @@ def test_every_platform_describes_itself(cls: type[Platform]) -> None:
     assert platform.name and platform.device_type
     assert (platform.kind is PlatformEnum.UNSPECIFIED) is (cls is MpsPlatform)  # vLLM has no name for it
     assert platform.dispatch_key in {"cpu", "cuda", "hip", "xpu", "native", "tpu"}
-    assert platform.check_and_update_config(args := EngineArgs("x")) is args
+    assert platform.check_and_update_config(args := LLMArgs("x")) is args
     assert platform.update_kv_cache_specs([]) == []
     assert platform.get_attn_backend_cls(64).startswith("llm.")
     platform.verify_quantization("anything")

@@ -206,7 +206,7 @@ def test_hooks_that_answer_nonsense_are_refused() -> None:
         def update_kv_cache_specs(self, specs: Any) -> Any:
             return specs[1:]
 
-    with pytest.raises(PluginError, match=r"Careless\.check_and_update_config must return the EngineArgs"):
+    with pytest.raises(PluginError, match=r"Careless\.check_and_update_config must return the LLMArgs"):
         let_platform_update(Careless(), None)  # type: ignore[arg-type]
     with pytest.raises(PluginError, match=r"Careless\.update_kv_cache_specs must return one StateSpec for each of 1"):
         kv_cache_specs(Careless(), [None])  # type: ignore[list-item]

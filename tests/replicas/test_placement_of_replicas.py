@@ -12,13 +12,13 @@ import pytest
 
 from llm import LLM
 from llm.base import system
-from llm.config.engine import EngineArgs
+from llm.config.engine import LLMArgs
 from llm.errors import ValidationError
 from llm.replicas.placement import Placement, numa_nodes, placements, shown
 
 
 def places(root: Path = Path("/"), **options: object) -> list[Placement]:
-    return placements(EngineArgs("model", device="cpu", **options), root)  # type: ignore[arg-type]
+    return placements(LLMArgs("model", device="cpu", **options), root)  # type: ignore[arg-type]
 
 
 @pytest.fixture

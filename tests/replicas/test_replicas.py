@@ -20,7 +20,7 @@ from replicas.raising import Raises
 from workers.echo_role import SCHEMA
 
 from llm import LLM, AsyncLLM, GenerationInterrupted, SamplingParams, ValidationError, WorkerDiedError
-from llm.config.engine import EngineArgs
+from llm.config.engine import LLMArgs
 from llm.errors import LogitsProcessorError
 from llm.replicas.placement import Placement
 from llm.replicas.processes import Replicas, _Seat
@@ -310,7 +310,7 @@ def test_one_that_was_idle_for_long_is_not_taken_for_hung(monkeypatch: pytest.Mo
     for is_noted in (True, False):
         replicas = Replicas()
         worker = WorkerProcess("workers.echo_role", 0, SCHEMA, name="replica", inbox=replicas.inbox)
-        replicas.alive[0], replicas._seats[0] = worker, _Seat(Placement("cpu"), ReplicaArgs(EngineArgs("")))
+        replicas.alive[0], replicas._seats[0] = worker, _Seat(Placement("cpu"), ReplicaArgs(LLMArgs("")))
         replicas.send(0, "echo")
         assert taken(replicas, [0]) == (0, Message("echo", None))
         idle = time.monotonic() + 2.5

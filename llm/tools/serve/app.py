@@ -92,7 +92,7 @@ class Limits:
 
     Attributes:
         body_bytes: of a body.
-        waiting: requests beyond those that are computed in one step; more are told to come back (429).
+        waiting: requests beyond those that are computed in one step; more are refused (429).
         body_seconds: within which a body must have come, and an event of a stream must have been taken.
         seconds: of an answer; None: as long as it takes.
     """
@@ -150,7 +150,7 @@ def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = 
 
 
 def _refusal(error: BaseException) -> Refused:
-    """What a request is told of an exception: of its own mistake, or that the engine failed."""
+    """The body of an exception: the request's own mistake, or that the engine failed."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, MissingPackageError):
@@ -244,7 +244,7 @@ class Endpoint:
             yield
             await asyncio.to_thread(self.engine.shutdown)
 
-        handlers = {HTTPException: _told, Exception: _failed}
+        handlers = {HTTPException: _not_found, Exception: _failed}
         app = Guard(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), self)  # type: ignore[arg-type]
         if not self.sites.origins:
             return app
@@ -263,8 +263,8 @@ class Endpoint:
             if self.log_requests:
                 logger.info("%s %s", url, json.dumps(body))
             self._check_model(body)
-            place = self._place(_num_requests(body))
-            with place as held:
+            admission = self._admit(_num_requests(body))
+            with admission as held:
                 answer = await _while_there(work(body, url), request.receive, end)
                 if answer is None:
                     return Response(status_code=_CLIENT_GONE)
@@ -301,13 +301,13 @@ class Endpoint:
             listed = ", ".join(map(repr, known))
             raise Refused(404, f"model must be one of {listed}, got {show(name)}.", "model_not_found", "model")
 
-    def _place(self, count: int) -> Place:
+    def _admit(self, count: int) -> Admission:
         most = self._config.scheduler_config.max_num_seqs + self.limits.waiting
         if count > most:
             raise Refused(400, f"a body may ask for {most} answers at most, got {count}.", "too_many_answers")
         if self.num_running + count > most:
             raise Refused(429, f"{self.num_running} requests are running or waiting; try again.", "busy", retry=1)
-        return Place(self, count)
+        return Admission(self, count)
 
     # Models that generate.
 
@@ -335,18 +335,18 @@ class Endpoint:
         )
         prompt = ChatPrompt(request.messages, options)
         choice, model = request.choice or ToolChoice(), self._model(body)
-        told = self._outputs(prompt, request, f"chatcmpl-{key[:24]}", priority, streams is not None)
-        told = _numbered(told, _first_call(request.messages))
+        outputs = self._outputs(prompt, request, f"chatcmpl-{key[:24]}", priority, streams is not None)
+        outputs = _numbered(outputs, _first_call(request.messages))
         if streams is not None:
             chunks = ChatChunks(f"chatcmpl-{key[:24]}", model, streams, choice, request.params.logprobs)
-            return await _Begun.of(chunks.of(told))
-        output = await _last(told)
+            return await _Begun.of(chunks.of(outputs))
+        output = await _last(outputs)
         return _now(chat_body(output, key, model, choice, request.params.logprobs))
 
     def _template_kwargs(self, given: JsonObject) -> JsonObject | None:
         own = given.get("chat_template_kwargs")
         if not self.chat_template_kwargs or not isinstance(own, Mapping | None):
-            return own  # what is none is told later
+            return own  # no object: refused later
         return {**self.chat_template_kwargs, **(own or {})}
 
     async def _completions(self, body: JsonObject, url: str) -> object:
@@ -358,17 +358,17 @@ class Endpoint:
             body["max_tokens"] = 1
         requests = [self._request({**body, "prompt": prompt}, url) for prompt in _prompts(body)]
         key, model = uuid.uuid4().hex, self._model(body)
-        told = []
+        rows = []
         for place, request in enumerate(requests):
             if echo:
                 request = request._replace(params=_scoring(request.params))
             prompt = _salted(request.prompt, body.get("cache_salt"))
-            told.append(self._outputs(prompt, request, f"cmpl-{key[:24]}-{place}", priority, streams is not None))
+            rows.append(self._outputs(prompt, request, f"cmpl-{key[:24]}-{place}", priority, streams is not None))
         echoed = Echo(self.engine, only_prompt) if echo else None
         if streams is not None:
             chunks = TextChunks(f"cmpl-{key[:24]}", model, streams, requests[0].params.n, echoed)
-            return await _Begun.of(chunks.of(told))
-        outputs = await _together([_last(own) for own in told])
+            return await _Begun.of(chunks.of(rows))
+        outputs = await _together([_last(own) for own in rows])
         bodies = [completion_body(output, key, model) for output in outputs]
         if echoed is not None:
             for found, output in zip(bodies, outputs, strict=True):
@@ -380,10 +380,10 @@ class Endpoint:
     ) -> AsyncGenerator[RequestOutput, None]:
         kind = RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY
         params = dataclasses.replace(request.params, output_kind=kind)
-        told = self.engine.generate(prompt, params, name, lora_request=request.adapter, priority=priority)
+        outputs = self.engine.generate(prompt, params, name, lora_request=request.adapter, priority=priority)
         with _of_body():
-            async with aclosing(told):
-                async for output in told:
+            async with aclosing(outputs):
+                async for output in outputs:
                     if output.error is not None:
                         raise output.error
                     yield output
@@ -551,7 +551,7 @@ async def _got(get: Callable[[], Awaitable[Response]], request: Request) -> Resp
         return _refusal(error).response()
 
 
-async def _told(request: Request, error: HTTPException) -> Response:
+async def _not_found(request: Request, error: HTTPException) -> Response:
     allowed = (error.headers or {}).get("Allow")
     path = show(request.url.path)
     message = f"there is no {path} here; docs/howto/serve.md lists what there is."
@@ -595,14 +595,14 @@ def _host(header: str) -> str:
     return header.partition("]")[0].removeprefix("[") if header.startswith("[") else header.partition(":")[0]
 
 
-class Place:
+class Admission:
     """The room of one body's answers among those that run or wait. Left at the end of `with`, unless it is kept."""
 
     def __init__(self, endpoint: Endpoint, count: int) -> None:
         self._endpoint, self._count, self._is_kept = endpoint, count, False
         endpoint.num_running += count
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> Admission:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -694,9 +694,9 @@ async def _together(work: Sequence[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _last(told: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-    async with aclosing(told):
-        async for output in told:
+async def _last(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    async with aclosing(outputs):
+        async for output in outputs:
             if output.finished:
                 return output
     raise LLMError("the request was dropped.")
@@ -740,7 +740,7 @@ def _num_objects(data: bytes) -> int:
 
 
 def _num_requests(body: JsonObject) -> int:
-    """How many answers a body asks for; what is wrong in it is told later."""
+    """How many answers a body asks for; a wrong one is refused later."""
     several = next((body[name] for name in ("prompt", "input", "documents", "text_2") if name in body), None)
     count = len(several) if isinstance(several, list) and several and not isinstance(several[0], int) else 1
     each = body.get("n", 1)
@@ -781,10 +781,10 @@ def _mappings(given: object) -> list[Mapping[str, object]]:
     return [item for item in given if isinstance(item, Mapping)] if isinstance(given, list) else []
 
 
-async def _numbered(told: AsyncGenerator[RequestOutput, None], first: int) -> AsyncGenerator[RequestOutput, None]:
+async def _numbered(outputs: AsyncGenerator[RequestOutput, None], first: int) -> AsyncGenerator[RequestOutput, None]:
     """With the ids of calls counted from `first`."""
-    async with aclosing(told):
-        async for output in told:
+    async with aclosing(outputs):
+        async for output in outputs:
             for own in output.outputs:
                 own.tool_calls = [
                     dataclasses.replace(call, id=f"call{number:05d}")
@@ -897,7 +897,7 @@ Events = AsyncGenerator[list[JsonObject | None], None]
 
 @dataclass
 class _Begun:
-    """A stream whose first events are there: what is wrong with its request has been told."""
+    """A stream whose first events are there: its request was not refused."""
 
     first: list[JsonObject | None]
     rest: Events
@@ -916,10 +916,10 @@ class EventStream(Response):
     `seconds`.
     """
 
-    def __init__(self, begun: _Begun, place: Place, end: float | None, seconds: float) -> None:
+    def __init__(self, begun: _Begun, admission: Admission, end: float | None, seconds: float) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self._begun, self._place, self._end, self._seconds = begun, place, end, seconds
+        self._begun, self._admission, self._end, self._seconds = begun, admission, end, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -935,7 +935,7 @@ class EventStream(Response):
             try:
                 await self._begun.rest.aclose()
             finally:
-                self._place.leave()
+                self._admission.leave()
 
     async def _send(self, send: Send) -> None:
         """Raises `TimeoutError` where the client does not take what there is."""
@@ -965,11 +965,11 @@ def _part(together: Sequence[JsonObject | None]) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": together[-1] is not None}
 
 
-async def _merged(told: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncIterator[tuple[int, RequestOutput]]:
+async def _merged(rows: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncIterator[tuple[int, RequestOutput]]:
     """Outputs of several requests as they come, with the number of the request."""
-    if len(told) == 1:
-        async with aclosing(told[0]):
-            async for output in told[0]:
+    if len(rows) == 1:
+        async with aclosing(rows[0]):
+            async for output in rows[0]:
                 yield 0, output
         return
     queue: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue()
@@ -983,7 +983,7 @@ async def _merged(told: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncI
         except Exception as error:
             queue.put_nowait(error)
 
-    tasks = [asyncio.ensure_future(run(place, own)) for place, own in enumerate(told)]
+    tasks = [asyncio.ensure_future(run(place, own)) for place, own in enumerate(rows)]
     try:
         left = len(tasks)
         while left:
@@ -1035,8 +1035,8 @@ class Chunks:
 
 
 @dataclass
-class _Told:
-    """What events have said of a choice: characters of reasoning and content, tokens with logprobs, the arguments of
+class _Sent:
+    """What was sent of a choice: characters of reasoning and content, tokens with logprobs, the arguments of
     each call.
     """
 
@@ -1053,11 +1053,11 @@ class ChatChunks(Chunks):
         super().__init__(key, model, streams, "chat.completion.chunk")
         self._choice, self._num_logprobs = choice, num_logprobs
 
-    async def of(self, told: AsyncGenerator[RequestOutput, None]) -> Events:
-        sent: dict[int, _Told] = {}
+    async def of(self, outputs: AsyncGenerator[RequestOutput, None]) -> Events:
+        sent: dict[int, _Sent] = {}
         ended: set[int] = set()
-        async with aclosing(told):
-            async for output in told:
+        async with aclosing(outputs):
+            async for output in outputs:
                 self.count(0, output)
                 together: list[JsonObject | None] = []
                 choices = []
@@ -1065,7 +1065,7 @@ class ChatChunks(Chunks):
                     if own.index in ended:
                         continue
                     if own.index not in sent:
-                        sent[own.index] = _Told()
+                        sent[own.index] = _Sent()
                         together.append(self.event([_choice_of(own.index, {"role": "assistant", "content": ""})]))
                     is_last = own.finish_reason is not None
                     before = sent[own.index]
@@ -1091,27 +1091,27 @@ def _choice_of(
     return {"index": index, "delta": delta, "logprobs": scored, "finish_reason": reason}
 
 
-def _new(own: CompletionOutput, told: _Told, is_last: bool) -> JsonObject:
-    """The delta of a choice, which `told` has from then on."""
+def _new(own: CompletionOutput, sent: _Sent, is_last: bool) -> JsonObject:
+    """The delta of a choice, which is counted in `sent`."""
     delta: JsonObject = {}
     reasoning, content = own.reasoning or "", own.text if own.content is None else own.content
-    if len(reasoning) > told.reasoning:
-        delta["reasoning"], told.reasoning = reasoning[told.reasoning :], len(reasoning)
-    if len(content) > told.content:
-        delta["content"], told.content = content[told.content :], len(content)
+    if len(reasoning) > sent.reasoning:
+        delta["reasoning"], sent.reasoning = reasoning[sent.reasoning :], len(reasoning)
+    if len(content) > sent.content:
+        delta["content"], sent.content = content[sent.content :], len(content)
     pieces = []
     calls = own.tool_calls or []
     for place, call in enumerate(calls):
         is_open = not is_last and place == len(calls) - 1
-        before = told.calls[place] if place < len(told.calls) else ""
+        before = sent.calls[place] if place < len(sent.calls) else ""
         text = certain_arguments(call.arguments) if is_open else before + rest_of(before, call.arguments)
-        if place == len(told.calls):
+        if place == len(sent.calls):
             whole = call.to_dict()
             pieces.append({"index": place, **whole, "function": {**whole["function"], "arguments": text}})
-            told.calls.append(text)
+            sent.calls.append(text)
         elif len(text) > len(before) and text.startswith(before):
             pieces.append({"index": place, "function": {"arguments": text[len(before) :]}})
-            told.calls[place] = text
+            sent.calls[place] = text
     return {**delta, "tool_calls": pieces} if pieces else delta
 
 
@@ -1122,11 +1122,11 @@ class TextChunks(Chunks):
         super().__init__(key, model, streams, "text_completion")
         self._n, self._echo = n, echo
 
-    async def of(self, told: Sequence[AsyncGenerator[RequestOutput, None]]) -> Events:
+    async def of(self, rows: Sequence[AsyncGenerator[RequestOutput, None]]) -> Events:
         sent: dict[int, tuple[int, int]] = {}  # characters and tokens of each choice
         ended: set[int] = set()
-        left = len(told)
-        async with aclosing(_merged(told)) as outputs:  # type: ignore[type-var]
+        left = len(rows)
+        async with aclosing(_merged(rows)) as outputs:  # type: ignore[type-var]
             async for place, output in outputs:
                 self.count(place, output)
                 left -= output.finished

@@ -59,7 +59,7 @@ OPTIONS: Mapping[str, Option] = {
     **_valued("options are read from the command line alone; write them there.", (), "config"),
     **_refused("HTTP alone is spoken; leave it out.", "grpc"),
     **_refused("templates of requests are not run; pass --chat-template.", "trust-request-chat-template"),
-    **_refused("tokens are told as texts; /tokenize gives ids.", "return-tokens-as-token-ids"),
+    **_refused("answers have texts; /tokenize gives ids.", "return-tokens-as-token-ids"),
     **_valued("no code is loaded; name a form with --tool-call-parser.", (), "tool-parser-plugin"),
     **_valued("no tools are run here; run them in your own program.", (), "tool-server"),
     **_valued("no code is loaded; put a proxy before the server.", (), "middleware"),

@@ -70,7 +70,7 @@ class Server(uvicorn.Server):
         def asked(number: int, frame: FrameType | None) -> None:
             self.handle_exit(number, frame)
 
-        # Told twice to end, it drops requests: each would be told as an error.
+        # Asked twice to end, it drops requests: each would be logged as an error.
         logging.getLogger("uvicorn.error").addFilter(lambda record: not self.force_exit)
         before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

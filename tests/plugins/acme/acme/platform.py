@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llm.config import EngineArgs
+from llm.config import LLMArgs
 from llm.forward import KVCacheSpec
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.interface import PlatformEnum
@@ -41,7 +41,7 @@ class AcmePlatform(CpuPlatform):
         import acme.layers
         import acme.quantization  # noqa: F401
 
-    def check_and_update_config(self, args: EngineArgs) -> EngineArgs:
+    def check_and_update_config(self, args: LLMArgs) -> LLMArgs:
         return args if args.block_size is not None else replace(args, block_size=BLOCK_SIZE)
 
     def update_kv_cache_specs(self, specs: Sequence[KVCacheSpec]) -> Sequence[KVCacheSpec]:

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from llm.layers.parallel import Communicator, TensorParallel
-from llm.layers.parallel import Meeting as MeetingPlace
+from llm.layers.parallel import Communicator, Rendezvous, TensorParallel
 
-NOWHERE = MeetingPlace(Path(), 0.0)
+NOWHERE = Rendezvous(Path(), 0.0)
 
 
-class Meeting:
+class ThreadRanks:
     """A communicator whose ranks are threads of this process."""
 
     def __init__(self, size: int) -> None:
@@ -25,13 +24,13 @@ class Meeting:
         self.barrier = Barrier(size, timeout=600)
 
     def of(self, rank: int) -> TensorParallel:
-        meeting = self
+        ranks = self
 
-        class Place(Communicator):
+        class OfRank(Communicator):
             def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-                return torch.cat(meeting.exchange(rank, x), dim=-1)
+                return torch.cat(ranks.exchange(rank, x), dim=-1)
 
-        return TensorParallel(rank, self.size, Place(rank, self.size, NOWHERE))
+        return TensorParallel(rank, self.size, OfRank(rank, self.size, NOWHERE))
 
     def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
         self.parts[rank] = x
