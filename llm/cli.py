@@ -258,14 +258,6 @@ def _stream(llm: LLM, prompt: PromptType, params: SamplingParams, echo: str) -> 
 
 
 _DOES_NOT_FIT = 3
-_PLAN_ARGUMENTS = {
-    "dtype": (str, "as LLM(dtype=)"),
-    "quantization": (str, "w8a8, w4a16 and so on: quantize while loading"),
-    "max_model_len": (int, "most tokens of prompt and output together"),
-    "max_num_seqs": (int, "most requests computed in one step"),
-    "kv_cache_dtype": (str, "float32, bfloat16, float16"),
-    "kv_cache_memory_bytes": (int, "bytes of the KV cache"),
-}
 
 
 def _add_plan(commands: Commands) -> None:
@@ -278,19 +270,16 @@ def _add_plan(commands: Commands) -> None:
     )
     command.set_defaults(run=_run_plan)
     command.add_argument("model", nargs="?", help="model folder or hub name (default: the embedded model)")
-    for name, (kind, text) in _PLAN_ARGUMENTS.items():
-        option = "--" + name.replace("_", "-")
-        command.add_argument(option, metavar="N" if kind is int else "NAME", type=kind, help=text)
     command.add_argument("--calibrate", action="store_true", help="measure this machine for a second, and keep it")
     command.add_argument("--image", metavar="WxH", help="also the tokens of an image of this size: 1024x768")
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_engine_flags(command, leave_out=("verbose",))
 
 
 def _run_plan(args: argparse.Namespace) -> int:
     from llm.llm import EMBEDDED_MODEL, LLM
 
-    given = {name: getattr(args, name) for name in _PLAN_ARGUMENTS if getattr(args, name) is not None}
     model = EMBEDDED_MODEL if args.model is None else args.model
-    found = LLM.plan(model, calibrate=args.calibrate, image=args.image, **given)
+    found = LLM.plan(model, calibrate=args.calibrate, image=args.image, **engine_arguments(args))
     print(json.dumps(found.to_dict(), indent=2) if args.json else found)
     return 0 if found.fits else _DOES_NOT_FIT

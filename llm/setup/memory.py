@@ -27,13 +27,12 @@ from llm.config.engine import (
 )
 from llm.engine.boundary import ModelCost, RunnerPlan
 from llm.errors import OutOfMemoryError, ValidationError
-from llm.layers.parallel import SINGLE
+from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.checkpoint import TensorInfo
 from llm.loading.loader import stored_as
 from llm.loading.resolve import resolve_folder
 from llm.models.decoder import DecoderConfig, LatentAttentionConfig
-from llm.models.interface import BuildOptions
 from llm.platforms import Platform
 from llm.quantization.base import QuantizationConfig
 from llm.quantization.on_load import RECIPES, OnlineConfig
@@ -253,13 +252,14 @@ _ROWS = 64
 
 
 class ModelSizes:
-    """Bytes of the weights of an unquantized checkpoint, as they are or quantized while they are read."""
+    """Bytes of a rank's weights of an unquantized checkpoint, as they are or quantized while they are read."""
 
-    def __init__(self, plan: RunnerPlan, platform: Platform) -> None:
+    def __init__(self, plan: RunnerPlan, platform: Platform, tp: TensorParallel) -> None:
         self._plan = plan
         self._platform = platform
+        options = replace(plan.build_options(tp), quant_config=None)
         with torch.device("meta"), self._constructing():
-            self._model: nn.Module = plan.model_class(plan.architecture, self._options())
+            self._model: nn.Module = plan.model_class(plan.architecture, options)
         self._sampled: dict[tuple[object, ...], tuple[float, int]] = {}
 
     def cost(self) -> ModelCost:
@@ -279,7 +279,7 @@ class ModelSizes:
         if config is not None:
             config.packed_modules_mapping = getattr(self._plan.model_class, "packed_modules_mapping", {})
             with torch.device("meta"), self._constructing():
-                options = replace(self._options(), quant_config=config)
+                options = replace(self._plan.build_options(SINGLE), quant_config=config)
                 config.share_bits(lambda: self._plan.model_class(self._plan.architecture, options))
         total = 0
         counted: set[int] = set()
@@ -315,9 +315,6 @@ class ModelSizes:
 
     def _constructing(self) -> AbstractContextManager[None]:
         return constructing_for(self._platform, self._plan.config.compilation_config)
-
-    def _options(self) -> BuildOptions:
-        return replace(self._plan.build_options(SINGLE), quant_config=None)
 
 
 def _sample(method: IntegerMethod, rows: int, columns: int, dtype: torch.dtype) -> tuple[float, int]:

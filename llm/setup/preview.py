@@ -28,6 +28,7 @@ from llm.engine.boundary import Rates, RunnerPlan
 from llm.engine.images import NO_TOWER, images_of
 from llm.errors import CheckpointError, LLMError, OutOfMemoryError, ValidationError
 from llm.kernels.select import backend_for
+from llm.layers.parallel import TensorParallel
 from llm.loading.checkpoint import HEADER_LIMIT_BYTES, find_index, read_weight_map
 from llm.loading.gguf.container import read_header
 from llm.loading.gguf.resolve import choose_on_hub, find_cached, hub_name_of
@@ -43,6 +44,7 @@ from llm.setup.extensions import let_platform_update, without_broken_platforms
 from llm.setup.memory import ModelSizes
 from llm.setup.model_folder import ReadModel, check_supported, read_model
 from llm.setup.plan import make_plan, weight_bytes_in_memory
+from llm.setup.ranks import check_ranks
 
 # Lengths that the table of sequences has, besides the longest.
 _LENGTHS = (512, 2048, 8192, 32768)
@@ -71,6 +73,8 @@ class ModelPlan:
         image, image_tokens: the size that was asked for, and the tokens that such an image has in a prompt.
         image_prompts: how many prompts with one such image and no other token the KV cache holds at once.
         replicas: where each is, if there are some; all other numbers are of one, `free_bytes` its share.
+        bytes_by_rank: of the weights of each rank of `tensor_parallel_size`; all other numbers are of rank 0, and
+            `free_bytes` is its share of a CPU's memory. (): the model is not cut.
     """
 
     model: str
@@ -101,6 +105,7 @@ class ModelPlan:
     image_tokens: int = 0
     image_prompts: int = 0
     replicas: tuple[str, ...] = ()
+    bytes_by_rank: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -110,6 +115,9 @@ class ModelPlan:
         lines = [f"model              {self.model} ({self.architecture}), quantization={self.quantization}"]
         if self.replicas:
             lines.append(f"replicas           {len(self.replicas)}, each as follows: {'; '.join(self.replicas)}")
+        if self.bytes_by_rank:
+            count, whole = len(self.bytes_by_rank), _size(sum(self.bytes_by_rank))
+            lines.append(f"ranks              {count}, each as follows; the weights of all take {about}{whole}")
         lines.append(f"weights            {about}{_size(self.weight_bytes)}; free memory {_size(self.free_bytes)}")
         if self.bytes_by_scheme:
             sizes = (f"{name} {_size(count)}" for name, count in self.bytes_by_scheme.items())
@@ -216,10 +224,12 @@ def _planned(args: LLMArgs, model: ReadModel, platform: Platform, free: int) -> 
 
 def _plan(args: LLMArgs, model: ReadModel, platform: Platform, free: int) -> RunnerPlan:
     args, backend = let_platform_update(platform, args), platform.simple_compile_backend
+    check_ranks(args, platform)
     compilation = CompilationConfig.of(
         args.compilation_config, default_backend=backend, enforce_eager=args.enforce_eager
     )
-    return make_plan(args, model, platform, compilation, backend_for(platform), (), free=free)
+    tp = TensorParallel(0, args.tensor_parallel_size)
+    return make_plan(args, model, platform, compilation, backend_for(platform), (), tp, free=free)
 
 
 def _sized(
@@ -227,8 +237,14 @@ def _sized(
 ) -> ModelPlan:
     config = model.quantization.config
     is_plain = config is None or isinstance(config, OnlineConfig)
-    sizes = ModelSizes(plan, platform) if is_plain else None
-    weights = sizes.weight_bytes(config) if sizes else weight_bytes_in_memory(args, model, platform)
+    ranks = [TensorParallel(rank, plan.tp_size) for rank in range(plan.tp_size)]
+    sizes = ModelSizes(plan, platform, ranks[0]) if is_plain else None
+    if sizes is None:
+        by_rank = [weight_bytes_in_memory(args, model, platform) // plan.tp_size] * plan.tp_size
+    else:
+        others = [ModelSizes(plan, platform, tp) for tp in ranks[1:]]
+        by_rank = [each.weight_bytes(config) for each in (sizes, *others)]
+    weights = by_rank[0]
     found = ModelPlan(
         model=str(args.model),
         architecture=plan.config.model_config.architecture,
@@ -238,17 +254,18 @@ def _sized(
         bytes_by_scheme=sizes.by_scheme() if sizes else {},
         kv_bytes_per_token=sum(spec.bytes_per_token() for spec in plan.kv_cache_specs),
         state_bytes_per_request=sum(spec.bytes_per_request() for spec in plan.kv_cache_specs),
-        free_bytes=free,
+        free_bytes=free // plan.tp_size if platform.device_type == "cpu" else free,
         fits=True,
+        bytes_by_rank=tuple(by_rank) if plan.tp_size > 1 else (),
     )
     if rates is None or sizes is None:
         return found
-    cost = sizes.cost()
-    per_token = max(1.0, cost.bytes_per_step * weights / max(1, cost.weight_bytes))
+    cost = sizes.cost()  # of rank 0; the rates are of the machine, which computes all of them
+    per_token = max(1.0, cost.bytes_per_step * sum(by_rank) / max(1, cost.weight_bytes))
     return replace(
         found,
         decode_tokens_per_second=rates.bytes_per_s / per_token,
-        prefill_tokens_per_second=rates.operations_per_s / max(1, 2 * cost.linear_weights),
+        prefill_tokens_per_second=rates.operations_per_s / max(1, 2 * cost.linear_weights * plan.tp_size),
     )
 
 

@@ -15,32 +15,30 @@ from llm.workers.process import WorkerProcess
 
 
 class KeptProcesses:
-    """Processes by rank; a lost one is started anew."""
+    """Processes by rank: an `LLM` gets one that no other has."""
 
     def __init__(self) -> None:
-        self._processes: dict[int, WorkerProcess] = {}
-
-    def of(self, rank: int) -> WorkerProcess:
-        known = self._processes.get(rank)
-        if known is None or not known.is_alive:
-            known = self._processes[rank] = WorkerProcess("ranks.kept_role", rank, SCHEMA, name="rank")
-        return known
-
-    def close(self) -> None:
-        for process in self._processes.values():
-            process.close()
+        self._free: dict[int, list[WorkerProcess]] = {}
 
     def worker(self, role: str, rank: int, schema: object, **options: Any) -> KeptWorker:
         """In the place of `WorkerProcess`."""
         assert role == "llm.setup.ranks" and set(options) == {"name", "folder"}
-        return KeptWorker(self.of(rank))
+        free = self._free.setdefault(rank, [])
+        process = free.pop() if free else WorkerProcess("ranks.kept_role", rank, SCHEMA, name="rank")
+        return KeptWorker(process, free)
+
+    def close(self) -> None:
+        for processes in self._free.values():
+            for process in processes:
+                process.close()
 
 
 class KeptWorker:
     """A process for one `LLM`: closing it lets go of the model, and the process goes on."""
 
-    def __init__(self, process: WorkerProcess) -> None:
+    def __init__(self, process: WorkerProcess, free: list[WorkerProcess]) -> None:
         self._process: WorkerProcess | None = process
+        self._free = free
         self.pid, self.name, self.number = process.pid, process.name, process.number
         self.send, self.receive, self.kill = process.send, process.receive, process.kill
         self.call_at_end = process.call_at_end
@@ -49,11 +47,12 @@ class KeptWorker:
         process, self._process = self._process, None
         if process is None or not process.is_alive:
             return
-        message: Message | None = None
         with suppress(WorkerDiedError):
             process.send("over")
+            message: Message | None = None
             while message is None or message.kind != "over":
                 message = process.receive()
+            self._free.append(process)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from embedded import engine_of, open_llm, run
+from kernel_sets import needs_kernels
 from tiny_models import TINY_MODELS, TinyModel, write_checkpoint
 
 from llm import LLM, SamplingParams, ValidationError
@@ -84,6 +85,27 @@ def test_recurrent_states_and_their_copies_are_counted(name: str, tmp_path: Path
     without = LLM.plan(folder, skip_tokenizer_init=True, enable_prefix_caching=False, **sizes)
     assert without.kv_cache_bytes == plan.kv_cache_bytes - 8 * plan.state_bytes_per_request
     assert without.num_state_snapshots == 0 and "copies" not in str(without)
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", [None, "w8a8"])
+def test_ranks_share_weights_and_memory(quantization: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments: Any = {"quantization": quantization, "max_model_len": 256, "max_num_seqs": 3}
+    alone, plan = LLM.plan(**arguments), LLM.plan(tensor_parallel_size=2, **arguments)
+    with open_llm(tensor_parallel_size=2, **arguments) as llm:
+        assert_agrees(plan, llm, tolerance=0.03)  # kernels hold 1,056 rows of the vocabulary as 1,088
+    assert plan.bytes_by_rank[0] == plan.weight_bytes < 0.6 * alone.weight_bytes and len(plan.bytes_by_rank) == 2
+    assert alone.weight_bytes < sum(plan.bytes_by_rank) < 1.1 * alone.weight_bytes  # norms are whole on both
+    assert plan.kv_bytes_per_token == alone.kv_bytes_per_token // 2
+    assert plan.free_bytes == pytest.approx(alone.free_bytes / 2, rel=0.2)
+    assert alone.bytes_by_rank == () and "\nranks " not in str(alone)
+    scheme = ["--quantization", quantization] if quantization else []
+    assert main(["plan", "--tensor-parallel-size", "2", *scheme]) == 0
+    assert "ranks              2, each as follows; the weights of all take " in capsys.readouterr().out
+    with pytest.raises(ValidationError, match="by 3 ranks"):
+        LLM.plan(tensor_parallel_size=3)
+    with pytest.raises(ValidationError, match="tensor_parallel_size"):
+        LLM.plan(tensor_parallel_size=2, offload_weights=True)
 
 
 def test_biases_are_counted_as_they_are_held(tmp_path: Path) -> None:
