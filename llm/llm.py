@@ -110,8 +110,8 @@ class LLM:
             quantize the weights while they are loaded; a dict chooses per layer (`llm.quantization.on_load`).
             None: as the checkpoint says. The format of a quantized checkpoint may be named: "compressed-tensors",
             "gptq", "awq" and others.
-        calibration: texts that are first run through the unquantized model to collect statistics of each layer's
-            inputs. They improve 4-bit weights, and "w8a8_static" needs them.
+        calibration: texts that are run through the unquantized layers, one after the other, to collect statistics of
+            their inputs; "auto": texts that the model writes. They improve 4-bit weights, and "w8a8_static" needs them.
         requantize: as `quantization`, for a checkpoint that is quantized already (GGUF, GPTQ, AWQ and others): "w4a8"
             multiplies int8 activations, which is faster. `quantization_report` says how far the weights move.
         max_model_len: most tokens of prompt and output together; None: as many as model and memory allow.

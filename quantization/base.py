@@ -269,5 +269,8 @@ class QuantizationConfig(ABC):
         """The same for a tensor whose values are all 0, such as a bias of a layer that has none."""
         return False
 
+    def end_loading(self) -> None:
+        """Called after the weights are read, or could not be."""
+
     def check_used(self) -> None:
         """Called after the model is built; raises `ValidationError` for settings of the user that matched no layer."""

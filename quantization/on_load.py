@@ -11,7 +11,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -131,7 +132,7 @@ class OnlineConfig(QuantizationConfig):
             and those of w4a16 where texts calibrate it.
         symmetric: whether 4-bit integers that have zero points, or two levels of scales, by default are without.
         tower: a key of `RECIPES` with 8 bits for the linear layers of a vision tower; None: these stay floats.
-        statistics: what they showed, by layer; filled in before the model is built.
+        statistics: what they showed, by layer; set before the model is built.
     """
 
     scheme: str
@@ -147,7 +148,7 @@ class OnlineConfig(QuantizationConfig):
     rotate: bool | None = None
     symmetric: bool = False
     tower: str | None = None
-    statistics: Mapping[str, ActivationStatistics] = field(default_factory=dict)
+    statistics: InputStatistics = field(default_factory=lambda: HeldStatistics())
     _unused: set[str] = field(default_factory=set)
     # While layers are counted for `bits`.
     _units: dict[str, Unit] | None = None
@@ -317,6 +318,9 @@ class OnlineConfig(QuantizationConfig):
         self.eight_bits |= dict.fromkeys(shared.paths, f"within bits={self.bits:g}")
         self.summary = f"bits={self.bits:g}, {shared}"
 
+    def end_loading(self) -> None:
+        self.statistics.release()
+
     def asks_group_size(self, prefix: str) -> bool:
         """Whether the group size of a linear layer is the user's."""
         choices = [self._choose(name, prefix) for name in self.checkpoint_names(prefix)]
@@ -350,7 +354,8 @@ class OnlineConfig(QuantizationConfig):
             note += ", on two levels of scales"
         if form in HAVE_ZEROS:
             note += ", with zero points"
-        storage = QuantizeOnLoad(recipe.bits, size, self.statistics.get(prefix), static, form, rotation)
+        statistics = partial(self.statistics.of, prefix) if prefix in self.statistics else None
+        storage = QuantizeOnLoad(recipe.bits, size, statistics, static, form, rotation)
         reason = f"{ON_LOAD}: {name}{note}{instead}{choice.why and f', {choice.why}'}"
         method: QuantizeMethodBase = get_scheme(recipe.scheme, kind)(storage, f"quantization={self.scheme!r}", reason)
         method.summary = choice.why and f"{name} {choice.why}"
@@ -623,13 +628,41 @@ class ActivationStatistics:
     rows: int = 1
 
 
+class InputStatistics(Protocol):
+    """Statistics of the inputs of linear layers, by dotted path.
+
+    Attributes:
+        in_order: they are computed while the model is read, layer by layer: those of a decoder's layer are gone once
+            those of a later one are asked for.
+    """
+
+    in_order: bool
+
+    def __contains__(self, path: object) -> bool: ...
+    def of(self, path: str) -> ActivationStatistics: ...
+    def release(self) -> None:
+        """Called when a model was read; the next one may be read later."""
+
+
+class HeldStatistics(dict[str, ActivationStatistics]):
+    """All at once."""
+
+    in_order = False
+
+    def of(self, path: str) -> ActivationStatistics:
+        return self[path]
+
+    def release(self) -> None:
+        """A model may be read again with them."""
+
+
 class QuantizeOnLoad(StreamedStorage):
     """A weight stored as float [N, K].
 
     Args:
         bits: 8 (rounding to nearest) or 4 (integers: with a search for the best clipping).
         group_size: columns that share a scale; must divide K.
-        statistics: of the layer's inputs; they weight the errors of 4-bit weights.
+        statistics: gives those of the layer's inputs while it is read; they weight the errors of 4-bit weights.
         static_input: fix the activations' scale and offset from `statistics`.
         form: of `quantize_weight_as`; "": symmetric integers.
         rotation: of integers of 8 bits, also by two levels: the block of columns in which the weight is rotated first;
@@ -645,7 +678,7 @@ class QuantizeOnLoad(StreamedStorage):
         self,
         bits: int,
         group_size: int,
-        statistics: ActivationStatistics | None = None,
+        statistics: Callable[[], ActivationStatistics] | None = None,
         static_input: bool = False,
         form: str = "",
         rotation: int = 0,
@@ -653,7 +686,7 @@ class QuantizeOnLoad(StreamedStorage):
         super().__init__(bits, group_size, form in HAVE_MINIMA)
         self.form = form
         self.rotation = rotation
-        self.statistics = statistics
+        self._statistics = statistics
         self.static_input = static_input
         self.search = bits <= 4
         self._ops = backend_of_construction().ops
@@ -669,7 +702,7 @@ class QuantizeOnLoad(StreamedStorage):
     @property
     def compensates(self) -> bool:
         """Whether rounding errors are fed back by what calibration showed."""
-        return bool(self.statistics) and self.search and self.form in INTEGERS
+        return self._statistics is not None and self.search and self.form in INTEGERS
 
     @property
     def signal_to_noise(self) -> float:
@@ -700,9 +733,10 @@ class QuantizeOnLoad(StreamedStorage):
 
     def quantized(self, loaded: torch.Tensor, out: Parts) -> Quantized:
         """`out`: q, scale, and minimum or zero point of these rows; the result's may be others."""
-        if self.statistics and self.compensates:
+        if self._statistics is not None and self.compensates:
+            moments = self._statistics().moments
             return quantize_with_feedback(
-                *(loaded, self.bits, self.group_size, self.statistics.moments), form=self.form, rotation=self.rotation
+                *(loaded, self.bits, self.group_size, moments), form=self.form, rotation=self.rotation
             )
         if self.form:
             return quantize_weight_as(
@@ -758,5 +792,6 @@ class QuantizeOnLoad(StreamedStorage):
         return weight
 
     def finish(self, weight: IntegerWeight) -> None:
-        if self.static_input and self.statistics is not None:
-            weight.input_scale, weight.input_offset = static_activation(self.statistics.low, self.statistics.high)
+        if self.static_input and self._statistics is not None:
+            found = self._statistics()
+            weight.input_scale, weight.input_offset = static_activation(found.low, found.high)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -132,6 +132,10 @@ class Checkpoint:
             finally:
                 self._maps.pop(file, None)
 
+    def parts(self, names: Sequence[Sequence[str]]) -> CheckpointParts:
+        """These tensors alone, in this order."""
+        return CheckpointParts(self, names)
+
     def close(self) -> None:
         """Release all mappings. Loaded tensors stay valid and keep theirs."""
         self._closed = True
@@ -147,6 +151,24 @@ class Checkpoint:
         if file not in self._maps:
             self._maps[file] = safe_open(file, framework="pt", device="cpu")
         return self._maps[file]
+
+
+class CheckpointParts:
+    """Some tensors of a checkpoint, part by part. Each part maps its files anew, so that the pages which it has read
+    leave the process with it."""
+
+    def __init__(self, checkpoint: Checkpoint, parts: Sequence[Sequence[str]]) -> None:
+        self._folder = checkpoint.folder
+        self._parts = [{name: checkpoint.tensors[name] for name in names} for names in parts]
+        self.tensors: Mapping[str, TensorInfo] = {name: info for part in self._parts for name, info in part.items()}
+        self.total_bytes = sum(info.nbytes for info in self.tensors.values())
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor."""
+        for part in self._parts:
+            with Checkpoint(self._folder, part) as opened:
+                for name in part:
+                    yield name, opened.load(name)
 
 
 # Which files

@@ -35,6 +35,7 @@ def load_weights(
     quant_config: QuantizationConfig | None = None,
     store_as: torch.dtype | None = None,
     pack_early: bool = False,
+    part: str = "",
 ) -> dict[str, Target]:
     """Fill every parameter of `model` from the checkpoint, streamed file by file.
 
@@ -42,13 +43,16 @@ def load_weights(
         quant_config: knows other names of tensors, and which of them the model may lack.
         store_as: dtype of matrices that are not quantized; None: as the checkpoint stores them.
         pack_early: pack each layer when it is loaded, not all at the end.
+        part: the dotted path of the module whose parameters are filled, and its layers packed, from a checkpoint of
+            their tensors; "": all.
 
     Returns: checkpoint tensor -> its target.
 
     Raises:
         CheckpointError: names unused tensors, unfilled parameters, or shapes that disagree.
     """
-    parameters = dict(model.named_parameters())
+    start = f"{part}." if part else ""
+    parameters = {name: each for name, each in model.named_parameters() if name.startswith(start)}
     weight_map = WeightMap(model, quant_config.parameter_name if quant_config else lambda name: name)
     filled, sizes = dict.fromkeys(parameters, 0), {name: each.numel() for name, each in parameters.items()}
     early = EarlyPacking(model, {weight_map.target(name).parameter for name in checkpoint.tensors})
@@ -77,7 +81,7 @@ def load_weights(
     _check_complete(parameters, filled, sizes, unexpected, lambda name: _unfilled(name, weight_map, targets.values()))
     for copies in tied.values():
         _check_tied_copies(copies)
-    process_weights(model, early.packed)
+    process_weights(model.get_submodule(part), early.packed)
     return targets
 
 
@@ -276,7 +280,7 @@ def _aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[s
     """Other name of a shared parameter (such as "lm_head.weight" of a tied model) -> its name in `parameters`."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     every = model.named_parameters(remove_duplicate=False)
-    return {name: names[id(parameter)] for name, parameter in every if name not in parameters}
+    return {name: names[id(each)] for name, each in every if name not in parameters and id(each) in names}
 
 
 def _check_tied_copies(copies: list[tuple[str, torch.Tensor]]) -> None:

@@ -6,7 +6,7 @@ Decides nothing: `llm.setup` uses the parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -188,6 +188,12 @@ class UpdatedTensors:
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors.stream():
             yield name, self._replaced.get(name, tensor)
+
+    def parts(self, names: Sequence[Sequence[str]]) -> Tensors:
+        """These alone, in this order; of a source that is no folder all, in its own."""
+        if not isinstance(self._tensors, Checkpoint | UpdatedTensors):
+            return self
+        return UpdatedTensors(self._tensors.parts(names), self._replaced)
 
 
 Overrides = Mapping[str, object] | Callable[["PretrainedConfig"], "PretrainedConfig"] | None

@@ -6,7 +6,7 @@ substring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -75,6 +75,15 @@ class WeightMap:
                 if index < len(shard_ids):
                     return Target(".".join([*path, *segments[position + 1 :]]), shard_ids[index])
         return self._stacked(segments) or Target(".".join(segments), None)
+
+    def by_part(self, names: Iterable[str], parts: Sequence[str]) -> dict[str, list[str]]:
+        """Checkpoint names by the module, of these dotted paths, that their parameters are in; "": in none."""
+        found: dict[str, list[str]] = {"": [], **{part: [] for part in parts}}
+        for name in names:
+            segments = self.target(name).parameter.split(".")
+            paths = (".".join(segments[:end]) for end in range(len(segments), 0, -1))
+            found[next((path for path in paths if path in found), "")].append(name)
+        return found
 
     def parts(self, parameter: str) -> dict[str | int, str]:
         """Shard -> its name, of a fused parameter; {} of any other."""

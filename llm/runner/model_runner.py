@@ -40,17 +40,19 @@ from llm.layers.attention import attention_backend
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.adapters.folder import AdapterFolder
 from llm.loading.adapters.merge import MergedTensors
+from llm.loading.checkpoint import Checkpoint
 from llm.loading.gguf.source import GgufSource
 from llm.loading.loader import load_dummy_weights, load_weights, weights_changed
 from llm.loading.saved_formats import read_weight
-from llm.loading.source import ModelSource
+from llm.loading.source import ModelSource, Tensors, UpdatedTensors
 from llm.loading.weight_file import WeightFile
-from llm.loading.weight_map import Target, stored_name
+from llm.loading.weight_map import Target, WeightMap, stored_name
 from llm.models.eagle3 import Eagle3ForCausalLM
 from llm.models.vision.both_ways import sees_both_ways
 from llm.models.vision.language import feature_multiplier
 from llm.models.vision.tower import VisionTower
 from llm.platforms.interface import Platform
+from llm.quantization.base import QuantizationConfig
 from llm.quantization.on_load import ActivationStatistics, OnlineConfig
 from llm.runner.adapters import ModelAdapters
 from llm.runner.batch import InputBatch, StepInput
@@ -848,7 +850,7 @@ def fill_model(
             with _explain_memory_errors():
                 load_dummy_weights(model, plan.config.model_config.seed, pack_early=packs_early)
             return {}
-        tensors = plan.source.tensors()
+        tensors = _in_order(plan.source.tensors(), plan.config.quant_config, model)
         return load_weights(
             model,
             tensors if adapter is None else MergedTensors(tensors, adapter, model),
@@ -861,8 +863,19 @@ def fill_model(
         if adapter is not None:
             adapter.close()
         plan.source.close()
+        if plan.config.quant_config is not None:
+            plan.config.quant_config.end_loading()
         if file is not None:
             file.close()
+
+
+def _in_order(tensors: Tensors, config: QuantizationConfig | None, model: torch.nn.Module) -> Tensors:
+    """Layer by layer, where statistics of their inputs are computed so."""
+    in_order = isinstance(config, OnlineConfig) and config.statistics.in_order
+    if not in_order or not isinstance(tensors, Checkpoint | UpdatedTensors):
+        return tensors
+    layers = [f"model.layers.{index}" for index, _ in enumerate(model.get_submodule("model.layers").children())]
+    return tensors.parts(list(WeightMap(model).by_part(tensors.tensors, layers).values()))
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from llm.base.construction import PhaseTimes
 from llm.base.library_settings import library_defaults
@@ -20,10 +22,11 @@ from llm.plugins import load_class, load_general_plugins
 from llm.quantization.on_load import OnlineConfig
 from llm.replicas.placement import placements
 from llm.replicas.start import check_replicated, memory_of_one, start_replicas
+from llm.runner.layerwise import LayerwiseRunner
 from llm.runner.model_runner import ModelRunner
 from llm.sampling.logits_processors.pipeline import load_logits_processors
 from llm.sampling_params import SamplingParams
-from llm.setup.calibrate import calibrate
+from llm.setup.calibrate import calibrate, own_texts
 from llm.setup.drafts import draft_args, eagle3_args, read_eagle3, with_draft, with_eagle3
 from llm.setup.extensions import (
     check_operations,
@@ -41,8 +44,18 @@ from llm.setup.model_folder import (
     read_model,
     read_tokenizer,
 )
-from llm.setup.plan import choose_dtypes, make_plan, warn_of_offload, with_reasons, with_sampling_defaults
+from llm.setup.plan import (
+    choose_dtypes,
+    make_plan,
+    warn_of_offload,
+    weight_bytes_in_memory,
+    with_reasons,
+    with_sampling_defaults,
+)
 from llm.setup.ranks import check_ranks, start_ranks
+
+# Texts of calibration="auto".
+_WRITTEN_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -84,7 +97,7 @@ def build_engine(args: LLMArgs) -> BuiltEngine:
         check_operations(compilation)
         sources = [model.source]
     try:
-        _prepare_quantization(args, model, platform, times, calibrates=not places)
+        model = _prepare_quantization(args, model, platform, compilation, times, calibrates=not places)
         with times.phase("tokenizer"):
             tokenizer = read_tokenizer(args, model.source)
             generation = generation_defaults(args, model.source)
@@ -134,27 +147,61 @@ def make_runner(platform: Platform) -> ModelRunner:
 
 
 def _prepare_quantization(
-    args: LLMArgs, model: ReadModel, platform: Platform, times: PhaseTimes, calibrates: bool
-) -> None:
-    """Refuse quantization that the platform does not support; run calibration texts through the unquantized model."""
+    args: LLMArgs,
+    model: ReadModel,
+    platform: Platform,
+    compilation: CompilationConfig,
+    times: PhaseTimes,
+    calibrates: bool,
+) -> ReadModel:
+    """Refuse quantization that the platform does not support; run calibration texts through unquantized layers."""
     _check_quantization(args, model, platform)
     config = model.quantization.config
-    if calibrates and isinstance(config, OnlineConfig) and config.uses_calibration:
-        with times.phase("calibrate"):
-            plain = replace(args, quantization=None, calibration=None, logits_processors=None)
-            if model.pooling is not None and config.own_texts:
-                raise ValidationError(
-                    "calibration='auto' lets a model write its own texts, and this one gives vectors or scores; pass "
-                    "texts like those that it will be given: calibration=[...].",
-                    parameter="calibration",
-                    value=args.calibration,
-                )
-            config.statistics = calibrate(
-                lambda: build_engine(plain).engine,
-                config.calibration,
-                model.source,
-                model.pooling,
+    if not calibrates or not isinstance(config, OnlineConfig) or not config.uses_calibration:
+        return model
+    if model.pooling is not None and config.own_texts:
+        raise ValidationError(
+            "calibration='auto' lets a model write its own texts, and this one gives vectors or scores; pass "
+            "texts like those that it will be given: calibration=[...].",
+            parameter="calibration",
+            value=args.calibration,
+        )
+    plain = replace(args, quantization=None, calibration=None, logits_processors=None)
+    is_here = platform.device.type == "cpu" and type(make_runner(platform)) is ModelRunner
+    with times.phase("calibrate"):
+        texts: Sequence[str] | Sequence[Sequence[int]] = config.calibration
+        if config.own_texts:
+            import os
+
+            w = os.environ.get("WRITER", "w8a8")
+            writer = replace(
+                plain, quantization=None if w == "none" else w, max_num_seqs=_WRITTEN_AT_ONCE, kv_cache_dtype="bfloat16"
             )
+            texts = own_texts(lambda: build_engine(writer).engine, model.source, model.architecture.vocab_size)
+        config.statistics, how = calibrate(
+            lambda: build_engine(plain).engine,
+            partial(_layerwise_engine, plain, platform, compilation) if is_here else None,
+            texts,
+            model.pooling,
+            weight_bytes_in_memory(plain, read_model(plain), platform),
+        )
+    reason = f"{model.quantization.reason}; the calibration texts ran through {how}"
+    return replace(model, quantization=replace(model.quantization, reason=reason))
+
+
+@library_defaults()
+def _layerwise_engine(args: LLMArgs, platform: Platform, compilation: CompilationConfig) -> Engine:
+    """With a `LayerwiseRunner`, planned as if there were room for all weights: they are never all in memory."""
+    args = replace(args, speculative_config=None, enable_lora=False, offload_weights=False)
+    model = read_model(args)
+    tokenizer = read_tokenizer(args, model.source)
+    eos = eos_token_ids(model.reader, generation_defaults(args, model.source))
+    free = platform.memory_free() + weight_bytes_in_memory(args, model, platform)
+    plan = make_plan(args, model, platform, compilation, backend_for(platform), (), free=free)
+    plan = replace(plan, merge_lora=merged_adapter(args, model))
+    runner = LayerwiseRunner(platform)
+    runner.load(plan)
+    return Engine(plan.config, scheduler_maker(plan), runner, tokenizer, eos)
 
 
 def _check_quantization(args: LLMArgs, model: ReadModel, platform: Platform) -> None:

@@ -1,8 +1,9 @@
-"""Calibration: running texts through an engine to collect statistics of its layers' inputs.
+"""Calibration: running texts through a model to collect statistics of its layers' inputs.
 
-Texts are cut into windows. Calibration builds, runs and closes an unquantized model, which needs the memory of the
-unquantized weights meanwhile. With `calibration="auto"` the model writes the texts itself (LLM-QAT, arXiv:2305.17888);
-they are kept in the cache folder, and depend on the model alone: the seeds are fixed.
+Texts are cut into windows. `LayerStatistics` computes one unquantized layer after the other while the quantized model
+is read (`llm.runner.layerwise`). `observe` runs a whole unquantized model, where layers cannot be computed so, or where
+the texts' hidden states take more memory than it. With `calibration="auto"` the model writes the texts itself (LLM-QAT,
+arXiv:2305.17888); they are kept in the cache folder, and depend on the model alone: the seeds are fixed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -24,7 +26,8 @@ from llm.engine.rows import Row
 from llm.errors import ValidationError
 from llm.inputs import PromptType
 from llm.loading.source import ModelSource
-from llm.quantization.on_load import ActivationStatistics
+from llm.quantization.on_load import ActivationStatistics, HeldStatistics, InputStatistics
+from llm.runner.layerwise import LayerwiseRunner
 from llm.sampling_params import SamplingParams
 
 logger = logging.getLogger("llm")
@@ -78,66 +81,148 @@ def _run(engine: Engine, rows: Sequence[Row], between_steps: Callable[[], None])
     engine.run([engine.add(row) for row in rows], between_steps)
 
 
+def run_calibration(
+    engine: Engine, texts: Sequence[str] | Sequence[Sequence[int]], pooling: PoolingPlan | None = None
+) -> None:
+    """Compute every token of texts, or of their token ids. `pooling`: of a model that gives vectors or scores, with
+    texts alone."""
+    if pooling is not None:
+        _pool_texts(engine, pooling, cast(Sequence[str], texts))
+    elif isinstance(texts[0], str):
+        run_texts(engine, cast(Sequence[str], texts), "calibration")
+    else:
+        run_tokens(engine, cast(Sequence[Sequence[int]], texts))
+
+
 def observe(
     engine: Engine, texts: Sequence[str] | Sequence[Sequence[int]], pooling: PoolingPlan | None = None
-) -> dict[str, ActivationStatistics]:
+) -> HeldStatistics:
     """Statistics of the inputs of every linear layer, by its dotted path, over `texts` or their token ids.
 
     `pooling`: of a model that gives vectors or scores, with texts alone.
     """
     engine.runner.start_observing()
     try:
-        if pooling is not None:
-            _pool_texts(engine, pooling, cast(Sequence[str], texts))
-        elif isinstance(texts[0], str):
-            run_texts(engine, cast(Sequence[str], texts), "calibration")
-        else:
-            run_tokens(engine, cast(Sequence[Sequence[int]], texts))
+        run_calibration(engine, texts, pooling)
     finally:
         statistics = engine.runner.stop_observing()
-    _tell_of_unreached(statistics)
-    return statistics
+    _tell_of_unreached({name: item.rows for name, item in statistics.items()})
+    return HeldStatistics(statistics)
+
+
+class LayerStatistics:
+    """The same, computed layer by layer as they are asked for. See `InputStatistics`.
+
+    Args:
+        start: makes an engine whose `LayerwiseRunner` has seen the texts and no layer.
+        engine: the first that it made. Another is made where a layer is asked for again, as after `LLM.wake_up`.
+    """
+
+    in_order = True
+
+    def __init__(self, start: Callable[[], Engine], engine: Engine) -> None:
+        self._start = start
+        self._engine: Engine | None = engine
+        self._paths = _layerwise(engine).paths
+        self._held: dict[str, ActivationStatistics] = {}
+        self._rows: dict[str, int] = {}
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._paths
+
+    def of(self, path: str) -> ActivationStatistics:
+        if path in self._rows and path not in self._held:
+            self.release()
+        if self._engine is None:
+            self._engine = self._start()
+        while path not in self._held:
+            self._held = {}
+            self._held = _layerwise(self._engine).next_layer()
+            self._rows |= {path: each.rows for path, each in self._held.items()}
+        return self._held[path]
+
+    def release(self) -> None:
+        _tell_of_unreached(self._rows)
+        self._held, self._rows = {}, {}
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+
+
+def _layerwise(engine: Engine) -> LayerwiseRunner:
+    return cast(LayerwiseRunner, engine.runner)
+
+
+def _started(
+    build: Callable[[], Engine], texts: Sequence[str] | Sequence[Sequence[int]], pooling: PoolingPlan | None
+) -> Engine:
+    engine = build()
+    if not _layerwise(engine).why_whole:
+        run_calibration(engine, texts, pooling)
+    return engine
 
 
 def calibrate(
-    build: Callable[[], Engine], texts: Sequence[str], source: ModelSource, pooling: PoolingPlan | None
-) -> dict[str, ActivationStatistics]:
-    """`observe` on an engine from `build`, which is closed afterwards; without texts on those that it writes."""
+    build: Callable[[], Engine],
+    build_layerwise: Callable[[], Engine] | None,
+    texts: Sequence[str] | Sequence[Sequence[int]],
+    pooling: PoolingPlan | None,
+    weight_bytes: int,
+) -> tuple[InputStatistics, str]:
+    """Statistics of the layers' inputs, and what they were computed with.
+
+    Args:
+        build: makes an engine of the whole unquantized model.
+        build_layerwise: makes one with a `LayerwiseRunner`; None: the platform has none.
+        texts: or their token ids.
+        weight_bytes: of the whole unquantized model.
+    """
+
+    why = "this platform computes all layers at once"
+    if build_layerwise is not None:
+        start = partial(_started, build_layerwise, texts, pooling)
+        engine = start()
+        why = _layerwise(engine).why_whole
+        if not why and _layerwise(engine).kept_bytes > weight_bytes:
+            why = "the hidden states of these texts take more memory"
+        if not why:
+            return LayerStatistics(start, engine), "one unquantized layer after the other"
+        engine.close()
     engine = build()
     try:
-        return observe(engine, texts or own_texts(engine, source, source.config()), pooling)
+        return observe(engine, texts, pooling), f"the whole unquantized model, as {why}"
     finally:
         engine.close()
 
 
-def _tell_of_unreached(statistics: Mapping[str, ActivationStatistics]) -> None:
+def _tell_of_unreached(rows: Mapping[str, int]) -> None:
     """Experts that no token chose are quantized by what the others of their layer were given."""
-    missed = [name for name, item in statistics.items() if not item.rows]
+    missed = [name for name, count in rows.items() if not count]
     if missed:
         logger.warning(
             "no token of the calibration texts reached %d of %d layers (%s): no router chose these experts. They use "
             "the statistics of the other experts of their layer; more, and more varied, texts reach more.",
-            *(len(missed), len(statistics), list_names(missed)),
+            *(len(missed), len(rows), list_names(missed)),
         )
 
 
 # Raise it when other texts are written.
-_VERSION = 1
+_VERSION = 2
 _TEXTS, _TOKENS = 32, 192
 _LARGEST_FILE = 16 << 20
 
 
-def own_texts(engine: Engine, source: ModelSource, hf_config: Mapping[str, object]) -> list[list[int]]:
-    """Token ids of texts by the unquantized model of `engine`, at a temperature of 1; from the cache if they are there.
-
-    Raises:
-        ValidationError: the model does not generate.
-    """
-    place = _place(source, hf_config)
-    kept = _read(place, engine.config.model_config.vocab_size)
+def own_texts(build: Callable[[], Engine], source: ModelSource, vocab_size: int) -> list[list[int]]:
+    """Token ids of texts by the model that `build` makes, at a temperature of 1; from the cache if they are there."""
+    place = _place(source, source.config())
+    kept = _read(place, vocab_size)
     if kept is not None:
         return kept
-    written = _written(engine)
+    engine = build()
+    try:
+        written = _written(engine)
+    finally:
+        engine.close()
     if place is not None:
         _keep(place, written)
     return written
