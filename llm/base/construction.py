@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import nn
 
 from llm.base import system
 from llm.config.compilation import CompilationConfig
@@ -25,10 +26,15 @@ from llm.platforms.interface import Platform
 class WeightPlace:
     """Where packed weights are kept: in memory, where they were packed.
 
-    `is_slow`: `fetch` should be called.
+    `is_slow`: `fetch` should be called. `packs_early`: a layer is packed as soon as its tensors are read, so that
+    memory holds one layer besides.
     """
 
     is_slow: ClassVar[bool] = False
+    packs_early: ClassVar[bool] = False
+
+    def divide(self, model: nn.Module, total: int) -> None:
+        """The model whose weights come, of `total` bytes as planned."""
 
     def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor to compute with, which holds the same values. `name`: the path of its layer."""
@@ -37,8 +43,19 @@ class WeightPlace:
     def fetch(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are read next, and other weights of their layer are not."""
 
+    def close(self) -> None:
+        """All weights have come."""
 
-_IN_MEMORY = WeightPlace()
+    def where(self) -> str:
+        """Where they are, as a sentence; "": in memory."""
+        return ""
+
+    def shared_bytes(self) -> int:
+        """Of weights that other processes have in the same memory."""
+        return 0
+
+
+IN_MEMORY = WeightPlace()
 
 
 @dataclass(frozen=True)
@@ -47,14 +64,15 @@ class Construction:
 
     `activations`: the type that embeddings give, and that every layer's result has.
     `may_round`: GEMMs with bfloat16 weights may round their activations to bfloat16 where that is faster.
-    `weights`: where packed weights are kept; `WeightFile` moves those into a file that memory has no room for.
+    `weights`: where packed weights are kept: `WeightFile` moves those into a file that memory has no room for, and
+        `SharedWeights` those that other processes have too.
     `scratch`: for what is packed and then gone. It lives as long as a constructor's object refers to it.
     """
 
     platform: Platform | None = None
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
     may_round: bool = False
-    weights: WeightPlace = _IN_MEMORY
+    weights: WeightPlace = IN_MEMORY
     scratch: Scratch | None = None
     activations: torch.dtype = torch.float32
 
@@ -79,7 +97,7 @@ def constructing_for(
     activations: torch.dtype = torch.float32,
 ) -> Iterator[None]:
     """Operations constructed inside this context are bound for `platform`; those outside, to `forward_native`."""
-    own = compilation or CompilationConfig(), may_round, weights or _IN_MEMORY, Scratch(), activations
+    own = compilation or CompilationConfig(), may_round, weights or IN_MEMORY, Scratch(), activations
     token = _construction.set(Construction(platform, *own))
     try:
         yield

@@ -75,6 +75,12 @@ def lock(descriptor: int, wait: bool = False) -> None:
         raise OSError("this system has no file locks")
 
 
+def unlock(descriptor: int) -> None:
+    """Let go of a lock of Unix's."""
+    if _fcntl is not None:
+        _fcntl.flock(descriptor, _fcntl.LOCK_UN)
+
+
 def unix_socket() -> socket.socket:
     """Raises OSError where the system has none."""
     family = getattr(socket, "AF_UNIX", None)
@@ -229,12 +235,29 @@ def disk_free(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def write_at(descriptor: int, data: memoryview, offset: int) -> int:
-    """Write some of `data` at `offset`; returns how many bytes."""
-    if hasattr(os, "pwrite"):
-        return os.pwrite(descriptor, data, offset)
-    os.lseek(descriptor, offset, os.SEEK_SET)
-    return os.write(descriptor, data)
+def write_all(descriptor: int, data: object, offset: int) -> None:
+    """Write the bytes of a buffer at `offset`."""
+    left = memoryview(data)  # type: ignore[arg-type]
+    while left:
+        if hasattr(os, "pwrite"):
+            count = os.pwrite(descriptor, left, offset)
+        else:
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            count = os.write(descriptor, left)
+        left, offset = left[count:], offset + count
+
+
+def has_unnamed_files() -> bool:
+    """Whether there are files in memory without a name: Linux has them."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+def unnamed_file(name: str, size: int) -> int:
+    """A descriptor of a file of zeros in memory, gone with the last process that has it open. `name` is for who looks
+    into /proc."""
+    descriptor = os.memfd_create(name)
+    os.ftruncate(descriptor, size)
+    return descriptor
 
 
 def wait_for_disk(descriptor: int) -> None:

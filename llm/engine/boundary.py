@@ -107,6 +107,7 @@ class RunnerPlan:
         device_index: which of the platform's devices it uses.
         pooling: what a pooling model makes of hidden states; None: the model generates.
         merge_lora: the folder of the adapter that is added to the weights; None: there is none.
+        shared_weights: the descriptor of a file that has the weights of several processes once; None: there is none.
         measures_cache: the number of blocks is found by a step at the largest batch, on a platform that can tell.
         draft: the plan of the model that drafts tokens; None: there is none.
         head: that of a head with a checkpoint of its own; None: there is none.
@@ -132,6 +133,7 @@ class RunnerPlan:
     head: DraftHeadPlan | None = None
     pooling: PoolingPlan | None = None
     merge_lora: Path | None = None
+    shared_weights: int | None = None
 
     def build_options(self, tp: TensorParallel) -> BuildOptions:
         model = self.config.model_config
@@ -147,6 +149,7 @@ class Loaded:
         held: what is told of how weights are held; "": nothing.
         seconds: time per phase, in order.
         offloaded: where the weights are, if a file has some of them; "": all are in memory.
+        shared_bytes: of weights that other processes have in the same memory.
         num_blocks, blocks_reason, slot_bytes: of the KV cache, where they were measured, and the bytes of states that
             are not in blocks; None: they are as planned.
     """
@@ -155,6 +158,7 @@ class Loaded:
     held: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
     offloaded: str = ""
+    shared_bytes: int = 0
     num_blocks: int | None = None
     blocks_reason: str = ""
     slot_bytes: int = 0

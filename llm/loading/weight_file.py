@@ -50,7 +50,7 @@ class WeightFile(WeightPlace):
         in_memory, in_file: bytes.
     """
 
-    is_slow = True
+    is_slow = packs_early = True
 
     def __init__(self, folder: Path, room: int, release: Callable[[], None] = lambda: None) -> None:
         self.folder = folder
@@ -131,7 +131,7 @@ class WeightFile(WeightPlace):
             self._used = 0
             self._storage = self._new_part(max(_PART, size))
         start = self._used
-        _write(self._descriptor, flat.view(torch.uint8).numpy(), start)
+        system.write_all(self._descriptor, flat.view(torch.uint8).numpy(), start)
         self._used += size
         self.in_file += tensor.nbytes
         self._unwritten += size
@@ -158,13 +158,6 @@ class WeightFile(WeightPlace):
             system.wait_for_disk(self._descriptor)
         self._unwritten = 0
         self._release()
-
-
-def _write(descriptor: int, data: object, offset: int) -> None:
-    left = memoryview(data)  # type: ignore[arg-type]
-    while left:
-        count = system.write_at(descriptor, left, offset)
-        left, offset = left[count:], offset + count
 
 
 def offload_folder() -> Path:

@@ -120,7 +120,10 @@ class ReplicatedEngine(Engine):
 
     def all_stats(self) -> LLMStats:
         found, count = super().all_stats(), len(self._replicas.alive)
-        return replace(found, weight_bytes=count * found.weight_bytes, kv_cache_bytes=count * found.kv_cache_bytes)
+        shared = max(0, count - len(self._replicas.files)) * self._replicas.shared_bytes
+        return replace(
+            found, weight_bytes=count * found.weight_bytes - shared, kv_cache_bytes=count * found.kv_cache_bytes
+        )
 
     def needs_model_here(self, method: str) -> None:
         refuse_replicated(method)

@@ -123,6 +123,13 @@ def numa_nodes(cores: set[int], root: Path = Path("/")) -> list[list[int]]:
     return found or [sorted(cores)]
 
 
+def node_of(place: Placement, root: Path = Path("/")) -> int:
+    """The NUMA node that has all of a place's processors, counted as `numa_nodes` does; -1: none has."""
+    nodes = numa_nodes(system.cores(), root)
+    own = set(system.cores() if place.cores is None else place.cores)
+    return next((number for number, cores in enumerate(nodes) if own <= set(cores)), -1)
+
+
 def _listed(text: str) -> set[int]:
     """The numbers of Linux's lists of processors: "0-3,8"."""
     found: set[int] = set()

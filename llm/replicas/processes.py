@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -39,9 +40,14 @@ class Replicas:
         alive: those that are not dead, and have loaded the model if they took the place of another.
         died: the last that did; None: none has.
         count: of places.
+        files: descriptors of the files of weights that they share, closed with them.
+        shared_bytes: of weights of each, that are in such a file.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, files: Sequence[int] = ()) -> None:
+        self.files = files
+        self.shared_bytes = 0
+        self._close_files = weakref.finalize(self, _close_all, files)
         self.inbox: Inbox = SimpleQueue()
         self.alive: dict[int, WorkerProcess] = {}
         self.died: WorkerDiedError | None = None
@@ -69,9 +75,10 @@ class Replicas:
     def restart_dead(self, loaded: Sequence[ReplicaLoaded]) -> None:
         """From now on another takes the place of one that dies, with a KV cache of the size that this one has found."""
         self._restarts = True
+        self.shared_bytes = loaded[0].shared_bytes
         for seat, found in zip(self._seats.values(), loaded, strict=True):
             engine = replace(seat.args.engine, kv_cache_memory_bytes=found.kv_cache_memory_bytes or None)
-            seat.args = ReplicaArgs(engine)
+            seat.args = replace(seat.args, engine=engine)
 
     def what_follows(self, number: int) -> str:
         """A sentence about the place of a replica that has died."""
@@ -82,7 +89,12 @@ class Replicas:
         # One OpenMP team a replica: the number of threads is set before PyTorch is loaded.
         environment = {} if seat.place.threads is None else {"OMP_NUM_THREADS": str(seat.place.threads)}
         worker = WorkerProcess(
-            ROLE, number, SCHEMA, cores=seat.place.cores, environment=environment, name="replica", inbox=self.inbox
+            *(ROLE, number, SCHEMA),
+            cores=seat.place.cores,
+            environment=environment,
+            name="replica",
+            inbox=self.inbox,
+            files=() if seat.args.shared_weights is None else (seat.args.shared_weights,),
         )
         self._seats[number] = seat
         self._sent[number] = monotonic()
@@ -159,6 +171,7 @@ class Replicas:
             worker.close()
         self.alive.clear()
         self._loading.clear()
+        self._close_files()
 
     def call(self, method: str, *args: object) -> object:
         """The result of the first replica that is alive; of the next one, if it dies."""
@@ -245,3 +258,8 @@ class Replicas:
         restarts = self._restarts and os.getpid() == self._owner  # a forked child has none of its own
         self._followed[number] = self._start_again(seat) if restarts else "None is started in its place."
         return error
+
+
+def _close_all(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)

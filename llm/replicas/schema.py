@@ -28,9 +28,14 @@ from llm.workers.messages import Schema
 
 @dataclass(frozen=True)
 class ReplicaArgs:
-    """What a replica loads, with every number decided that depends on the machine."""
+    """What a replica loads, with every number decided that depends on the machine.
+
+    Attributes:
+        shared_weights: the descriptor of the file in which it shares its weights; None: it has its own.
+    """
 
     engine: LLMArgs
+    shared_weights: int | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class ReplicaLoaded:
     Attributes:
         invariant, reasons, num_blocks, kv_cache_memory_bytes, seconds: of its config, and of its start.
         drafts: it drafts tokens.
+        shared_bytes: of its weights, those that it shares.
     """
 
     invariant: bool
@@ -48,6 +54,7 @@ class ReplicaLoaded:
     kv_cache_memory_bytes: int
     drafts: bool
     seconds: dict[str, float]
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)

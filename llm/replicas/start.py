@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from time import perf_counter
 
+from llm.base import system
 from llm.config.engine import GIB, EngineConfig, LLMArgs
 from llm.engine.boundary import RunnerPlan
 from llm.engine.engine import Engine
 from llm.errors import LLMError, ValidationError, WorkerDiedError
+from llm.kernels.select import backend_for
+from llm.loading.shared_weights import shared_weights_file
 from llm.platforms import Platform
 from llm.replicas.engine import ReplicatedEngine
-from llm.replicas.placement import Placement
+from llm.replicas.placement import Placement, node_of
 from llm.replicas.processes import WAIT_SECONDS, Replicas
 from llm.replicas.runner import importable_name
 from llm.replicas.schema import SCHEMA, ReplicaArgs, ReplicaLoaded
@@ -37,26 +40,52 @@ def check_replicated(args: LLMArgs) -> None:
             raise ValidationError(f"{name} cannot be used with replicas: {why}.", parameter=name)
 
 
-def memory_of_one(platform: Platform, places: Sequence[Placement], free: int) -> int:
-    """Bytes that a replica plans with, of so many that are free: replicas on accelerators have a memory each."""
-    return free // len(places) if platform.device_type == "cpu" else free
+def memory_of_one(platform: Platform, places: Sequence[Placement], free: int, weights: int) -> int:
+    """Bytes that a replica plans with, of so many that are free: replicas on accelerators have a memory each.
+
+    Args:
+        weights: bytes of the weights, which those that share them have once.
+    """
+    if platform.device_type != "cpu":
+        return free
+    nodes = shared_by(platform, places)
+    return weights + (free - weights * len(set(nodes))) // len(places) if nodes else free // len(places)
+
+
+def shared_by(platform: Platform, places: Sequence[Placement]) -> list[int]:
+    """A number for each place: those that have the same share their weights. []: none do.
+
+    Replicas on different NUMA nodes do not: one would read its weights from another's memory. Weights that no kernel
+    packs are not shared.
+    """
+    if platform.device_type != "cpu" or not system.has_unnamed_files() or not backend_for(platform).computes("pack"):
+        return []
+    return [node_of(place) for place in places]
 
 
 def start_replicas(
     args: LLMArgs,
     plan: RunnerPlan,
+    platform: Platform,
     places: Sequence[Placement],
+    weights: int,
     tokenizer: Tokenizer | None,
     eos_token_ids: frozenset[int],
 ) -> tuple[Engine, RunnerPlan, dict[str, float]]:
     """The engine over replicas that have loaded the model, the plan with what they have found, and seconds per phase.
 
+    Args:
+        weights: about how many bytes of them there are; 0: unknown.
+
     Raises:
         LLMError: one of the replicas cannot load the model; none is left then.
     """
     began = perf_counter()
-    sent = [ReplicaArgs(_args_of(args, plan, place)) for place in places]
-    replicas = Replicas()
+    decided = [_args_of(args, plan, place) for place in places]
+    nodes = [] if plan.config.offload_config.offload_weights else shared_by(platform, places)
+    files = {node: shared_weights_file(weights or platform.memory_total()) for node in set(nodes)}
+    sent = [ReplicaArgs(own, files[nodes[index]] if nodes else None) for index, own in enumerate(decided)]
+    replicas = Replicas(tuple(files.values()))
     try:
         for place, own in zip(places, sent, strict=True):
             replicas.start(place, own)
@@ -128,6 +157,8 @@ def _config_of(config: EngineConfig, loaded: Sequence[ReplicaLoaded], places: Se
     for name in ("num_threads", "kv_cache_memory_bytes", "max_num_seqs"):
         reasons[name] = f"of each of {len(places)} replicas; {reasons.get(name, 'default')}"
     reasons["replicas"] = "; ".join(f"{number}: {place}" for number, place in enumerate(places))
+    if first.shared_bytes:
+        reasons["replicas"] += f"; {first.shared_bytes:,} bytes of weights are in memory once for all on a NUMA node"
     reasons["kv_cache_memory_bytes"] += f"; {len(places) * fewest.kv_cache_memory_bytes / GIB:.3f} GiB in all"
     varied = next((item for item in loaded if not item.invariant), None)
     if varied is not None:

@@ -93,7 +93,7 @@ class ReplicaEngine(Engine):
 
 class _Replica:
     def __init__(self, connection: Connection, args: ReplicaArgs) -> None:
-        built = build_engine(args.engine)
+        built = build_engine(args.engine, args.shared_weights)
         self._connection = connection
         self._reset = 0
         self.engine = ReplicaEngine(built, lambda report: connection.send("step", report))
@@ -105,6 +105,7 @@ class _Replica:
             cache.kv_cache_memory_bytes,
             config.speculative_config is not None,
             dict(built.startup),
+            built.shared_bytes,
         )
         connection.send("loaded", loaded)
 

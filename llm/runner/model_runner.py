@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from llm.base.construction import PhaseTimes, constructing_for
+from llm.base.construction import IN_MEMORY, PhaseTimes, WeightPlace, constructing_for
 from llm.base.library_settings import library_defaults, serial_pytorch
 from llm.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
 from llm.engine.boundary import CachePart, Captured, LayerReport, Loaded, ModelCost, ProfileRow, RunnerPlan
@@ -44,6 +44,7 @@ from llm.loading.checkpoint import Checkpoint
 from llm.loading.gguf.source import GgufSource
 from llm.loading.loader import load_dummy_weights, load_weights, weights_changed
 from llm.loading.saved_formats import read_weight
+from llm.loading.shared_weights import SharedWeights
 from llm.loading.source import ModelSource, Tensors, UpdatedTensors
 from llm.loading.weight_file import WeightFile
 from llm.loading.weight_map import Target, WeightMap, stored_name
@@ -463,20 +464,20 @@ class ModelRunner:
         self.platform.set_device(plan.device_index)
         with times.phase("build model"):
             self.platform.import_kernels()
-            file = weight_file(plan, self.platform)
-            model = build_model(plan, self.platform, file, self.tp)
+            place = weight_place(plan, self.platform)
+            model = build_model(plan, self.platform, place, self.tp)
             varies = what_varies(model) if plan.config.invariant else None
             head = None if plan.head is None else build_model(plan.head.plan, self.platform)
         with times.phase("load weights"), serial_pytorch():
             if plan.head is not None:
                 fill_model(plan.head.plan, self.platform, head)
-            self.targets = fill_model(plan, self.platform, model, file)
-            self.offloaded = "" if file is None else file.where()
+            self.targets = fill_model(plan, self.platform, model, place)
+            self.offloaded = place.where()
             far = far_from_stored(model)
             if far:
                 logger.warning("%s: %s.", plan.config.model_config.model, far)
             held = "; ".join(filter(None, (held_otherwise(model, plan.config.quant_config), far)))
-            loaded = Loaded(varies, held, times, self.offloaded)
+            loaded = Loaded(varies, held, times, self.offloaded, place.shared_bytes())
         with times.phase("allocate KV cache"):
             self.model = self.place_model(model)
             if plan.head is not None:
@@ -782,25 +783,27 @@ def _move(model: torch.nn.Module, device: torch.device) -> None:
                 held[name] = moved[id(tensor)]  # type: ignore[assignment]
 
 
-def weight_file(plan: RunnerPlan, platform: Platform) -> WeightFile | None:
-    """The file of the weights that memory has no room for; None: all of them stay in memory."""
+def weight_place(plan: RunnerPlan, platform: Platform) -> WeightPlace:
+    """Where the weights are kept: in memory, in a file that memory has no room for, or in one of several processes."""
     offload = plan.config.offload_config
-    if not offload.offload_weights:
-        return None
-    return WeightFile(Path(offload.offload_folder), offload.resident_weight_bytes, platform.release_memory)
+    if offload.offload_weights:
+        return WeightFile(Path(offload.offload_folder), offload.resident_weight_bytes, platform.release_memory)
+    if plan.shared_weights is not None:
+        return SharedWeights(plan.shared_weights, platform.release_memory)
+    return IN_MEMORY
 
 
-def constructing(plan: RunnerPlan, platform: Platform, file: WeightFile | None = None) -> AbstractContextManager[None]:
+def constructing(plan: RunnerPlan, platform: Platform, place: WeightPlace = IN_MEMORY) -> AbstractContextManager[None]:
     """Layers constructed inside this context are bound as those of the plan's model."""
     may_round = plan.store_as is torch.bfloat16
     dtype = plan.config.model_config.dtype
     return constructing_for(
-        platform, plan.config.compilation_config, may_round=may_round, weights=file, activations=dtype
+        platform, plan.config.compilation_config, may_round=may_round, weights=place, activations=dtype
     )
 
 
 def build_model(
-    plan: RunnerPlan, platform: Platform, file: WeightFile | None = None, tp: TensorParallel = SINGLE
+    plan: RunnerPlan, platform: Platform, place: WeightPlace = IN_MEMORY, tp: TensorParallel = SINGLE
 ) -> Any:
     """The part of the model of rank `tp`, with empty weights; raises `ValidationError` for a setting of the user that
     matched no layer."""
@@ -815,7 +818,7 @@ def build_model(
         quant_config.apply_mapper(lambda name: stored_name(name, renames, modules))
         if plan.has_weights:
             quant_config.describe_tensors({name: info.shape for name, info in plan.source.tensors().tensors.items()})
-    with constructing(plan, platform, file), _explain_memory_errors():
+    with constructing(plan, platform, place), _explain_memory_errors():
         if quant_config is not None:
             with torch.device("meta"):
                 quant_config.share_bits(lambda: plan.model_class(plan.architecture, plan.build_options(SINGLE)))
@@ -823,8 +826,7 @@ def build_model(
         if quant_config is not None:
             quant_config.check_used()
             quant_config.prepare_model(model)
-        if file is not None:
-            file.divide(model, plan.config.offload_config.planned_weight_bytes)
+        place.divide(model, plan.config.offload_config.planned_weight_bytes)
         return model
 
 
@@ -837,15 +839,15 @@ def _check_has_tower(plan: RunnerPlan) -> None:
 
 
 def fill_model(
-    plan: RunnerPlan, platform: Platform, model: Any, file: WeightFile | None = None
+    plan: RunnerPlan, platform: Platform, model: Any, place: WeightPlace = IN_MEMORY
 ) -> Mapping[str, Target]:
     """Load the weights or make random ones. Returns the target of each checkpoint tensor, empty for random weights."""
     adapter = None if plan.merge_lora is None else AdapterFolder(plan.merge_lora)
-    # What is packed goes to the device, or to the file: the host's memory holds one layer.
-    packs_early = file is not None or platform.device.type != "cpu"
+    # What is packed goes to the device, or to its place: the host's memory holds one layer.
+    packs_early = place.packs_early or platform.device.type != "cpu"
     try:
         if not plan.has_weights:
-            if file is None:
+            if not place.is_slow:
                 _check_dummy_weights_fit(model, platform.memory_free())
             with _explain_memory_errors():
                 load_dummy_weights(model, plan.config.model_config.seed, pack_early=packs_early)
@@ -865,8 +867,7 @@ def fill_model(
         plan.source.close()
         if plan.config.quant_config is not None:
             plan.config.quant_config.end_loading()
-        if file is not None:
-            file.close()
+        place.close()
 
 
 def _in_order(tensors: Tensors, config: QuantizationConfig | None, model: torch.nn.Module) -> Tensors:

@@ -35,7 +35,7 @@ from llm.setup.extensions import (
     reasons_of_update,
     without_broken_platforms,
 )
-from llm.setup.memory import merged_adapter
+from llm.setup.memory import ANY_MEMORY, merged_adapter
 from llm.setup.model_folder import (
     ReadModel,
     default_params,
@@ -65,19 +65,25 @@ class BuiltEngine:
     Attributes:
         default_params: the params of `generate` if it gets none.
         startup: seconds per phase.
+        shared_bytes: of weights that other processes have in the same memory.
     """
 
     engine: Engine
     plan: RunnerPlan
     default_params: SamplingParams
     startup: PhaseTimes
+    shared_bytes: int = 0
 
 
 @without_broken_platforms
 @library_defaults()
 @explain_memory_errors("load the model")
-def build_engine(args: LLMArgs) -> BuiltEngine:
-    """Build and load; raises the errors of `llm.errors`, before memory is allocated if possible."""
+def build_engine(args: LLMArgs, shared_weights: int | None = None) -> BuiltEngine:
+    """Build and load; raises the errors of `llm.errors`, before memory is allocated if possible.
+
+    Args:
+        shared_weights: of a replica, as in `RunnerPlan`; who started it has looked at the memory.
+    """
     times = PhaseTimes()
     places = placements(args)
     if places:
@@ -110,11 +116,14 @@ def build_engine(args: LLMArgs) -> BuiltEngine:
                 head = read_eagle3(heading, model)
                 sources.append(head.source)
                 _check_quantization(heading, head, platform)
-            free = memory_of_one(platform, places, platform.memory_free()) if places else None
+            free, weights = None if shared_weights is None else ANY_MEMORY, 0
+            if places:
+                weights = weight_bytes_in_memory(args, model, platform)
+                free = memory_of_one(platform, places, platform.memory_free(), weights)
             tp = TensorParallel(0, args.tensor_parallel_size)
             plan = make_plan(args, model, platform, compilation, backend, processors, tp, free=free, head=head)
             warn_of_offload(args, plan)
-            plan = replace(plan, merge_lora=merged_adapter(args, model))
+            plan = replace(plan, merge_lora=merged_adapter(args, model), shared_weights=shared_weights)
             plan = with_sampling_defaults(plan, defaults)
             plan = with_reasons(plan, {"device": platform_reason, **reasons_of_update(platform, asked, args)})
             drafting = draft_args(args, plan)
@@ -126,7 +135,7 @@ def build_engine(args: LLMArgs) -> BuiltEngine:
             if heading is not None and head is not None:
                 plan = with_eagle3(plan, heading, head, platform, backend)
         if places:
-            engine, plan, seconds = start_replicas(args, plan, places, tokenizer, eos)
+            engine, plan, seconds = start_replicas(args, plan, platform, places, weights, tokenizer, eos)
             times.add(seconds)
             return BuiltEngine(engine, plan, defaults, times)
         runner = make_runner(platform) if plan.tp_size == 1 else start_ranks(args, plan, platform)
@@ -137,7 +146,7 @@ def build_engine(args: LLMArgs) -> BuiltEngine:
             source.close()
     plan = replace(plan, config=loaded.applied_to(plan.config))
     engine = Engine(plan.config, scheduler_maker(plan), runner, tokenizer, eos)
-    return BuiltEngine(engine, plan, defaults, times)
+    return BuiltEngine(engine, plan, defaults, times, loaded.shared_bytes)
 
 
 def make_runner(platform: Platform) -> ModelRunner:

@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -26,20 +26,21 @@ from llm.platforms.vllm_hooks import update_config
 from llm.plugins import leave_out
 from llm.quantization.base import QuantizationConfig
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def without_broken_platforms(build: Callable[[LLMArgs], T]) -> Callable[[LLMArgs], T]:
+def without_broken_platforms(build: Callable[Concatenate[LLMArgs, P], T]) -> Callable[Concatenate[LLMArgs, P], T]:
     """Decorates start-up: with LLM_PLUGIN_ERRORS=warn, start again without a plugin's platform that has failed.
 
     An error of a platform that the user named is raised.
     """
 
     @functools.wraps(build)
-    def started(args: LLMArgs) -> T:
+    def started(args: LLMArgs, *others: P.args, **named: P.kwargs) -> T:
         while True:
             try:
-                return build(args)
+                return build(args, *others, **named)
             except PluginError as error:
                 if is_by_name(args.device) or not leave_out(error):
                     raise

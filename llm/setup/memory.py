@@ -41,6 +41,8 @@ from llm.quantization.storage import StreamedStorage
 from llm.runner.inspection import count_model
 from llm.setup.model_folder import ReadModel
 
+# Bytes that a process plans with where the one that started it has looked at the memory.
+ANY_MEMORY = 1 << 60
 _BYTES_PER_ID = 4
 # Beside offloaded weights: what loading and computing need at once, besides copies of the largest tensor.
 _LEAST_HEADROOM = 128 << 20

@@ -39,7 +39,7 @@ from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
 from llm.quantization.on_load import OnlineConfig
 from llm.replicas.placement import placements
-from llm.replicas.start import memory_of_one
+from llm.replicas.start import memory_of_one, shared_by
 from llm.setup.extensions import let_platform_update, without_broken_platforms
 from llm.setup.memory import ModelSizes
 from llm.setup.model_folder import ReadModel, check_supported, read_model
@@ -73,6 +73,7 @@ class ModelPlan:
         image, image_tokens: the size that was asked for, and the tokens that such an image has in a prompt.
         image_prompts: how many prompts with one such image and no other token the KV cache holds at once.
         replicas: where each is, if there are some; all other numbers are of one, `free_bytes` its share.
+        shares_weights: replicas on the processors of one NUMA node have them in memory once.
         bytes_by_rank: of the weights of each rank of `tensor_parallel_size`; all other numbers are of rank 0, and
             `free_bytes` is its share of a CPU's memory. (): the model is not cut.
     """
@@ -105,6 +106,7 @@ class ModelPlan:
     image_tokens: int = 0
     image_prompts: int = 0
     replicas: tuple[str, ...] = ()
+    shares_weights: bool = False
     bytes_by_rank: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
@@ -118,7 +120,10 @@ class ModelPlan:
         if self.bytes_by_rank:
             count, whole = len(self.bytes_by_rank), _size(sum(self.bytes_by_rank))
             lines.append(f"ranks              {count}, each as follows; the weights of all take {about}{whole}")
-        lines.append(f"weights            {about}{_size(self.weight_bytes)}; free memory {_size(self.free_bytes)}")
+        shared = ", in memory once for the replicas of a NUMA node" if self.shares_weights else ""
+        lines.append(
+            f"weights            {about}{_size(self.weight_bytes)}{shared}; free memory {_size(self.free_bytes)}"
+        )
         if self.bytes_by_scheme:
             sizes = (f"{name} {_size(count)}" for name, count in self.bytes_by_scheme.items())
             lines += [f"  by quantization  {', '.join(sizes)}"]
@@ -192,16 +197,16 @@ def _preview(args: LLMArgs, rates: Rates | None, free: int | None) -> ModelPlan:
     platform = select_platform(args.device)[0]
     load_general_plugins()
     free, places = platform.memory_free() if free is None else free, placements(args)
-    if places:
-        free = memory_of_one(platform, places, free)
     model = read_model(let_platform_update(platform, args))
     try:
+        if places:
+            free = memory_of_one(platform, places, free, weight_bytes_in_memory(args, model, platform))
         plan, why_not = _planned(args, model, platform, free)
         # Of a model that does not fit, the sizes are those that it would have in more memory.
         unlimited = replace(args, max_model_len=None, kv_cache_memory_bytes=None, offload_weights=None)
         sized = plan or _plan(unlimited, model, platform, 1 << 62)
         found = _sized(args, model, platform, sized, rates, free)
-        found = replace(found, replicas=tuple(map(str, places)))
+        found = replace(found, replicas=tuple(map(str, places)), shares_weights=bool(shared_by(platform, places)))
     finally:
         model.source.close()
     if plan is not None:

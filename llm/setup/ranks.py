@@ -25,7 +25,7 @@ from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
 from llm.runner.ranks import FollowingRunner, LeadRunner, RankGroup
 from llm.setup.extensions import let_platform_update
-from llm.setup.memory import merged_adapter
+from llm.setup.memory import ANY_MEMORY, merged_adapter
 from llm.setup.model_folder import read_model
 from llm.setup.plan import make_plan
 from llm.workers.connection import Connection
@@ -54,7 +54,6 @@ class RankArgs:
 
 
 SCHEMA = Schema([RankArgs, LLMArgs, CacheConfig, SchedulerConfig, SpeculativeConfig])
-_ANY_NUMBER = 1 << 60  # of bytes: rank 0 has looked at the memory
 # Arguments that concern rank 0 alone.
 _OF_LEAD = (
     *("tokenizer", "chat_template", "generation_config", "override_generation_config", "reasoning_config"),
@@ -167,7 +166,7 @@ def _opened(given: RankArgs, rank: int) -> FollowingRunner:
     model = read_model(args)
     try:
         tp = tensor_parallel(platform, rank, given.size, Rendezvous(given.folder, given.seconds))
-        plan = make_plan(args, model, platform, compilation, backend_for(platform), (), tp, free=_ANY_NUMBER)
+        plan = make_plan(args, model, platform, compilation, backend_for(platform), (), tp, free=ANY_MEMORY)
         for name, own in _known(plan).items():
             if own != given.knows[name]:
                 raise ValidationError(

@@ -21,7 +21,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -55,6 +55,7 @@ class WorkerProcess:
         name: of the worker in what is written and raised.
         inbox: gets its messages, for who waits for several workers; None: `receive` gives them.
         folder: of this program, which the worker deletes if the program is gone; "": none.
+        files: descriptors that it has too, under the same numbers.
 
     Raises:
         LLMError: the system starts no process.
@@ -71,6 +72,7 @@ class WorkerProcess:
         name: str = "worker",
         inbox: Inbox | None = None,
         folder: str = "",
+        files: Sequence[int] = (),
     ) -> None:
         self.number = number
         self.name = f"{name} {number}"
@@ -98,7 +100,7 @@ class WorkerProcess:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **(environment or {})},
-                    pass_fds=system.inherited_fds(there),
+                    pass_fds=[*system.inherited_fds(there), *files],
                     # Ctrl-C in the terminal is for this process, which tells its workers.
                     start_new_session=True,
                     creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # Windows' own

@@ -9,12 +9,15 @@ import os
 from pathlib import Path
 
 import pytest
+from kernel_sets import needs_kernels
 
 from llm import LLM
 from llm.base import system
 from llm.config.engine import LLMArgs
 from llm.errors import ValidationError
-from llm.replicas.placement import Placement, numa_nodes, placements, shown
+from llm.platforms.cpu import CpuPlatform
+from llm.replicas.placement import Placement, node_of, numa_nodes, placements, shown
+from llm.replicas.start import memory_of_one, shared_by
 
 
 def places(root: Path = Path("/"), **options: object) -> list[Placement]:
@@ -55,6 +58,22 @@ def test_nodes_have_a_replica_each(eight_cores: Path) -> None:
     assert shown([0, 1, 4, 5, 9]) == "0-1,4-5,9"
 
 
+@needs_kernels
+def test_replicas_of_a_node_share_their_weights(eight_cores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica plans with its part of what the weights leave, which each node has once."""
+    found = [node_of(place, eight_cores) for place in places(eight_cores, devices=[{0, 4}, {1}, {3, 6}, {1, 2}, "cpu"])]
+    assert found == [0, 0, 1, -1, -1]
+    platform = CpuPlatform()
+    monkeypatch.setattr("llm.replicas.start.node_of", lambda place: node_of(place, eight_cores))
+    four = places(eight_cores, devices=[{0}, {1}, {2}, {3}])
+    assert shared_by(platform, four) == [0, 0, 1, 1]
+    assert memory_of_one(platform, four, 1000, 100) == 100 + (1000 - 2 * 100) // 4
+    assert memory_of_one(platform, four[:2], 1000, 100) == 100 + (1000 - 100) // 2
+    assert memory_of_one(platform, four, 150, 100) < 100, "two nodes have no room for two"
+    monkeypatch.setattr(system, "has_unnamed_files", lambda: False)
+    assert shared_by(platform, four) == [] and memory_of_one(platform, four, 1000, 100) == 250
+
+
 def test_one_node_is_no_reason_for_replicas(eight_cores: Path) -> None:
     assert places(eight_cores / "none", devices="all") == []
 
@@ -91,6 +110,7 @@ def test_a_plan_is_of_each_of_them() -> None:
     one, two = (LLM.plan(device="cpu", data_parallel_size=size) for size in (1, 2))
     assert two.fits and len(two.replicas) == 2 and not one.replicas
     assert "replicas           2, each as follows: cpu" in str(two)
+    assert two.shares_weights == ("MiB, in memory once for the replicas of a NUMA node;" in str(two))
     assert two.weight_bytes == one.weight_bytes
     assert one.free_bytes / 4 < two.free_bytes < one.free_bytes * 3 / 4  # half, and the machine is not idle
 

@@ -130,6 +130,12 @@ def test_every_replica_has_computed_some(two: LLM) -> None:
     assert two.config.replicas == 2 and "of each of 2 replicas" in str(two.config)
 
 
+def test_weights_are_in_memory_once(one: LLM, two: LLM) -> None:
+    shared, alone = engine_of(two)._replicas.shared_bytes, one.stats().weight_bytes
+    assert shared > 0.95 * alone and two.stats().weight_bytes == 2 * alone - shared
+    assert f"{shared:,} bytes of weights are in memory once" in two.config.reasons["replicas"]
+
+
 def test_other_calls_are_those_of_one_process(one: LLM, two: LLM) -> None:
     params = SamplingParams(temperature=0.7, max_tokens=8, seed=5)
     conversation = [{"role": "user", "content": "Who are you?"}]
