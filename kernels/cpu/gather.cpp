@@ -1,7 +1,7 @@
 // What ranks exchange: every rank's part of a matrix, through memory that all processes of one machine map.
 //
-// A rank has two buffers, which it fills in turn. It fills one again two rounds later: the round between has told it
-// that all others have read it. So there is one meeting per round, and no rank waits for its readers.
+// A rank has two buffers, which it fills in turn. It fills one again two rounds later: by the round between
+// all others have read it. So a round waits once, and no rank waits for its readers.
 #include "replay.h"
 
 #include <algorithm>
@@ -26,28 +26,28 @@ constexpr int64_t PAGE = 4096;
 enum Result : int64_t { DONE, ABORTED, OUT_OF_STEP, LATE };
 
 // One rank's, written by it alone but for `sleepers`.
-struct alignas(128) Place {
+struct alignas(128) RankSlot {
     std::atomic<uint32_t> posted;    // rounds that it has filled a buffer for
     std::atomic<uint32_t> sleepers;  // who waits for `posted`
     int64_t counts[2];               // elements in each buffer, and in a row of it
     int64_t widths[2];
 };
 
-// At the beginning of the memory; the places of all ranks follow, then on a new page their buffers.
+// At the beginning of the memory; the slots of all ranks follow, then on a new page their buffers.
 struct alignas(128) Head {
     std::atomic<uint32_t> aborted;  // 0, or a `Result`
     std::atomic<uint32_t> culprit;  // of LATE, the rank that did not come
 };
 
 int64_t before_buffers(int64_t ranks) {
-    return (static_cast<int64_t>(sizeof(Head) + ranks * sizeof(Place)) + PAGE - 1) / PAGE * PAGE;
+    return (static_cast<int64_t>(sizeof(Head) + ranks * sizeof(RankSlot)) + PAGE - 1) / PAGE * PAGE;
 }
 
 struct Memory {
     Head* head;
     int64_t ranks;
 
-    Place& place(int64_t rank) const { return reinterpret_cast<Place*>(head + 1)[rank]; }
+    RankSlot& slot(int64_t rank) const { return reinterpret_cast<RankSlot*>(head + 1)[rank]; }
     char* buffer(int64_t rank, uint32_t round) const {
         return reinterpret_cast<char*>(head) + before_buffers(ranks) + (2 * rank + round % 2) * BUFFER_BYTES;
     }
@@ -92,9 +92,9 @@ void relax() {
 
 // Until `rank` has filled a buffer for the round.
 int64_t await(const Memory& memory, int64_t rank, uint32_t round, int64_t timeout_ns) {
-    Place& place = memory.place(rank);
+    RankSlot& slot = memory.slot(rank);
     const auto has_come = [&] {
-        return static_cast<int32_t>(place.posted.load(std::memory_order_acquire) - round) >= 0;
+        return static_cast<int32_t>(slot.posted.load(std::memory_order_acquire) - round) >= 0;
     };
     if (has_come()) return DONE;
     const int64_t start = sys::now_ns();
@@ -107,10 +107,10 @@ int64_t await(const Memory& memory, int64_t rank, uint32_t round, int64_t timeou
     while (!has_come()) {
         if (memory.head->aborted.load()) return memory.head->aborted.load();
         if (sys::now_ns() - start > timeout_ns) return memory.abort(LATE, rank);
-        place.sleepers.fetch_add(1);
-        const uint32_t seen = place.posted.load();
-        if (static_cast<int32_t>(seen - round) < 0) sleep(place.posted, seen);
-        place.sleepers.fetch_sub(1);
+        slot.sleepers.fetch_add(1);
+        const uint32_t seen = slot.posted.load();
+        if (static_cast<int32_t>(seen - round) < 0) sleep(slot.posted, seen);
+        slot.sleepers.fetch_sub(1);
     }
     return DONE;
 }
@@ -139,7 +139,7 @@ using namespace llm;
 LLM_EXPORT int64_t llm_gather(void* memory, int64_t rank, int64_t ranks, const float* x, const int64_t* owners,
                               int64_t rows, int64_t width, float* out, int64_t timeout_ms) {
     const Memory shared{static_cast<Head*>(memory), ranks};
-    Place& own = shared.place(rank);
+    RankSlot& own = shared.slot(rank);
     constexpr int64_t most = BUFFER_BYTES / sizeof(float);
     const int64_t total = rows * width;
     for (int64_t first = 0; first < total; first += most) {
@@ -152,11 +152,11 @@ LLM_EXPORT int64_t llm_gather(void* memory, int64_t rank, int64_t ranks, const f
         own.posted.store(round);
         if (own.sleepers.load()) wake_sleepers(own.posted);
         place_part(x + first, first, count, width, rank, ranks, owners, out);
-        for (int64_t turn = 1; turn < ranks; ++turn) {
-            const int64_t other = (rank + turn) % ranks;
+        for (int64_t step = 1; step < ranks; ++step) {
+            const int64_t other = (rank + step) % ranks;
             if (const int64_t failed = await(shared, other, round, timeout_ms * 1'000'000)) return failed;
-            const Place& place = shared.place(other);
-            if (place.counts[round % 2] != total || place.widths[round % 2] != width)
+            const RankSlot& slot = shared.slot(other);
+            if (slot.counts[round % 2] != total || slot.widths[round % 2] != width)
                 return shared.abort(OUT_OF_STEP, other);
             const float* part = reinterpret_cast<const float*>(shared.buffer(other, round));
             place_part(part, first, count, width, other, ranks, owners, out);
@@ -180,7 +180,7 @@ LLM_EXPORT int64_t llm_late_rank(const void* memory) { return static_cast<const 
 // As at the beginning; no rank is in a round.
 LLM_EXPORT void llm_restart_ranks(void* memory, int64_t ranks) {
     const Memory shared{static_cast<Head*>(memory), ranks};
-    for (int64_t rank = 0; rank < ranks; ++rank) shared.place(rank).posted.store(0);
+    for (int64_t rank = 0; rank < ranks; ++rank) shared.slot(rank).posted.store(0);
     shared.head->aborted.store(DONE);
 }
 

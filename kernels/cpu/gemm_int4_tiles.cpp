@@ -104,9 +104,9 @@ class GroupTiles {
     static int64_t depth_of(const Int4Product& p) { return p.group_size % TILE_K ? TILE_K / 2 : TILE_K; }
 
     // Adds the groups of the block of steps that begins at `first` to `total`; each group prefetches a part of
-    // `meanwhile`.
+    // `prefetched`.
     void add(TileShapes& shapes, int64_t tile, int64_t first, int64_t panel, const char* opened, float* total,
-             const Meanwhile& meanwhile) const {
+             const PrefetchPlan& prefetched) const {
         alignas(64) int32_t sums[TILE_LINES * LANES] = {};
         F32 so_far[TILE_LINES];
         LLM_UNROLL for (int r = 0; r < TILE_LINES; ++r) so_far[r] = first ? load(total + r * LANES) : zero();
@@ -116,7 +116,7 @@ class GroupTiles {
         const int64_t end = ceil_div(min(a.block_steps(first) * TILE_K, p.padded_k() - first * TILE_K), depth);
         int64_t group = first * TILE_K / p.group_size;
         for (int64_t dot = 0, turn = 0; dot < end; ++group, ++turn) {
-            meanwhile.fetch(turn, 0);
+            prefetched.fetch(turn, 0);
             LLM_TILE_ZERO(0);
             for (const int64_t last = min(end, dot + of_group); dot < last; ++dot) {
                 const char *at = operands + dot * depth / TILE_K * operand + dot * depth % TILE_K,
@@ -173,9 +173,9 @@ class GroupTiles {
                     const int64_t turns = ceil_div(a.block_steps(first) * TILE_K, p.group_size);
                     for (int64_t tile = 0; tile < tiles; ++tile) {
                         float* total = totals + ((panel - begin) % kept_panels * tiles + tile) * tile_floats;
-                        const Meanwhile meanwhile{
+                        const PrefetchPlan prefetched{
                             after.data + tile * part * LINE, 0, ceil_div(part, turns), turns, 0, false};
-                        add(shapes, tile, first, panel, opened.data, total, meanwhile);
+                        add(shapes, tile, first, panel, opened.data, total, prefetched);
                         if (first + a.block >= a.steps)
                             p.finish(from + tile * TILE_LINES, a.tile_rows(tile), panel, total, LANES);
                     }

@@ -33,31 +33,84 @@ constexpr int32_t OPERAND_SHIFT = 128;
 #endif
 
 #if LLM_MMLA
-#include "gemm_int8_pairs.h"
 constexpr bool PAIRS = true;
+
+// The dot products of pairs of rows with I8MM; operands and panels are those of all others.
+// Two steps of a panel at once: an instruction multiplies 2 rows of 8 k by 2 output channels of 8 k. Sums of a pair of
+// rows are [8] vectors of [2 rows][2 channels].
+constexpr int PAIRED = LANES / 2;
+
+// Four bytes of a line alternate with those of the next line: 8 k of a row or of a channel side by side.
+LLM_INLINE Bytes joined_low(Bytes line, Bytes next) {
+    return vreinterpretq_s8_s32(vzip1q_s32(vreinterpretq_s32_s8(line), vreinterpretq_s32_s8(next)));
+}
+LLM_INLINE Bytes joined_high(Bytes line, Bytes next) {
+    return vreinterpretq_s8_s32(vzip2q_s32(vreinterpretq_s32_s8(line), vreinterpretq_s32_s8(next)));
+}
+// The rows of a pair in two lines of operands.
+LLM_INLINE Bytes row_pair(const Operand* line, const Operand* next) {
+    return joined_low(vcombine_s8(vld1_s8(line), vdup_n_s8(0)), vcombine_s8(vld1_s8(next), vdup_n_s8(0)));
+}
+LLM_INLINE void multiply_pairs(int32x4_t& sum, Bytes rows, Bytes channels) { sum = vmmlaq_s32(sum, rows, channels); }
+
+// Sums of an even number of rows and one panel. An odd last step is joined with zeros.
+template <int ROWS>
+__attribute__((noinline)) void paired_dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps,
+                                           int32_t* out) {
+    int32x4_t acc[ROWS / 2][PAIRED];
+    LLM_UNROLL for (int r = 0; r < ROWS / 2; ++r) LLM_UNROLL for (int c = 0; c < PAIRED; ++c)
+        acc[r][c] = vdupq_n_s32(0);
+    const Ahead ahead(prefetch_bytes(1), PANEL_STEP, steps, 1, panel_bytes);
+    const auto add = [&](const Operand* line, const Operand* next_line, const int8_t* w, const int8_t* next_w) {
+        Bytes rows[ROWS / 2];
+        LLM_UNROLL for (int r = 0; r < ROWS / 2; ++r) rows[r] = row_pair(line + 2 * r * STEP, next_line + 2 * r * STEP);
+        LLM_UNROLL for (int v = 0; v < PANEL_VECTORS; ++v) {
+            const Bytes here = load_bytes(w + v * sizeof(Bytes)), next = load_bytes(next_w + v * sizeof(Bytes));
+            const Bytes low = joined_low(here, next), high = joined_high(here, next);
+            LLM_UNROLL for (int r = 0; r < ROWS / 2; ++r) {
+                multiply_pairs(acc[r][2 * v], rows[r], low);
+                multiply_pairs(acc[r][2 * v + 1], rows[r], high);
+            }
+        }
+    };
+    int64_t s = 0;
+    for (; s + 2 <= steps; s += 2) {
+        prefetch(b + s * PANEL_STEP + ahead.distance(s));
+        prefetch(b + (s + 1) * PANEL_STEP + ahead.distance(s));
+        add(a + s * ROWS * STEP, a + (s + 1) * ROWS * STEP, b + s * PANEL_STEP, b + (s + 1) * PANEL_STEP);
+    }
+    alignas(64) static constexpr int8_t zeros[PANEL_STEP] = {};
+    if (s < steps) add(a + s * ROWS * STEP, zeros, b + s * PANEL_STEP, zeros);
+    LLM_UNROLL for (int r = 0; r < ROWS / 2; ++r) LLM_UNROLL for (int v = 0; v < PANEL_VECTORS; ++v) {
+        const int64x2_t low = vreinterpretq_s64_s32(acc[r][2 * v]), high = vreinterpretq_s64_s32(acc[r][2 * v + 1]);
+        vst1q_s32(out + 2 * r * LANES + v * 4, vreinterpretq_s32_s64(vzip1q_s64(low, high)));
+        vst1q_s32(out + (2 * r + 1) * LANES + v * 4, vreinterpretq_s32_s64(vzip2q_s64(low, high)));
+    }
+}
 #else
 constexpr bool PAIRS = false;
 #endif
 
 // What a tile of PANELS panels prefetches. One row tile is bound by memory: it fetches its own panels a little ahead.
 // Of several only the first would wait for memory: each fetches its share of the panels that its thread takes next.
-template <int PANELS> class Fetches {
+template <int PANELS> class Prefetcher {
     const Ahead ahead_;
     const int64_t panel_bytes_, bytes_;  // bytes_: of its share, for a step
     const char* share_ = nullptr;
 
   public:
     // `packed`: the panels lie in the cache, unpacked from there by the first row tile; else null.
-    Fetches(const int8_t* panels, int64_t panel_bytes, int64_t steps, const Turn& turn, const uint8_t* packed)
+    Prefetcher(const int8_t* panels, int64_t panel_bytes, int64_t steps, const TileInBlock& in_block,
+               const uint8_t* packed)
         : ahead_(prefetch_bytes(PANELS), PANEL_STEP, steps, PANELS, panel_bytes), panel_bytes_(panel_bytes),
-          bytes_(packed ? ceil_div(PANELS * PANEL_STEP / 2, turn.count - 1)
-                        : ceil_div(PANELS * PANEL_STEP, turn.count)) {
-        if (turn.count == 1) return;
+          bytes_(packed ? ceil_div(PANELS * PANEL_STEP / 2, in_block.count - 1)
+                        : ceil_div(PANELS * PANEL_STEP, in_block.count)) {
+        if (in_block.count == 1) return;
         const auto share = [&](const void* from, int64_t bytes, int64_t index, int64_t count) {
-            return static_cast<const char*>(from) + turn.panels * bytes + index * PANELS * bytes / count;
+            return static_cast<const char*>(from) + in_block.panels * bytes + index * PANELS * bytes / count;
         };
-        share_ = packed ? share(packed, panel_bytes / 2, turn.index - 1, turn.count - 1)
-                        : share(panels, panel_bytes, turn.index, turn.count);
+        share_ = packed ? share(packed, panel_bytes / 2, in_block.index - 1, in_block.count - 1)
+                        : share(panels, panel_bytes, in_block.index, in_block.count);
     }
     // `at`: the step in the first panel.
     LLM_INLINE void step(const int8_t* at, int64_t step) const {
@@ -69,14 +122,14 @@ template <int PANELS> class Fetches {
 // Sums [ROWS][PANELS][16]. Not inlined: what the caller keeps in registers would make it spill.
 template <int ROWS, int PANELS>
 __attribute__((noinline)) void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps,
-                                    const Turn& turn, const uint8_t* packed, int32_t* out) {
+                                    const TileInBlock& in_block, const uint8_t* packed, int32_t* out) {
     constexpr int vectors = PANELS * PANEL_VECTORS;
     Bytes acc[ROWS][vectors];
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < vectors; ++c) acc[r][c] = Bytes{};
-    const Fetches<PANELS> fetches(b, panel_bytes, steps, turn, packed);
+    const Prefetcher<PANELS> prefetcher(b, panel_bytes, steps, in_block, packed);
     for (int64_t s = 0; s < steps; ++s) {
         Bytes w[vectors];
-        fetches.step(b + s * PANEL_STEP, s);
+        prefetcher.step(b + s * PANEL_STEP, s);
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) LLM_UNROLL for (int v = 0; v < PANEL_VECTORS; ++v)
             w[c * PANEL_VECTORS + v] = load_bytes(b + c * panel_bytes + s * PANEL_STEP + v * sizeof(Bytes));
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -216,7 +269,7 @@ constexpr bool PAIRS = false;
 constexpr int panels_for(int) { return 1; }
 
 template <int ROWS, int PANELS>
-void dots(const Operand* a, const int8_t* b, int64_t, int64_t steps, const Turn&, const uint8_t*, int32_t* out) {
+void dots(const Operand* a, const int8_t* b, int64_t, int64_t steps, const TileInBlock&, const uint8_t*, int32_t* out) {
     static_assert(PANELS == 1, "one panel at a time");
     for (int r = 0; r < ROWS; ++r) {
         int32_t acc[LANES] = {};
@@ -297,7 +350,7 @@ LLM_INLINE void add_pairs(const Vector* sums, int32_t* out) {
 }
 
 template <int ROWS, int PANELS>
-void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, const Turn&, const uint8_t*,
+void dots(const Operand* a, const int8_t* b, int64_t panel_bytes, int64_t steps, const TileInBlock&, const uint8_t*,
           int32_t* out) {
     constexpr int width = ROWS * VECTORS <= 2 * MAX_ROWS ? VECTORS : 2;
     constexpr int64_t block = block_steps(ROWS, PANELS);
@@ -359,7 +412,7 @@ LLM_INLINE void scale_sums(const Int8Product& p, int64_t row, int64_t rows, int6
 // `opened`: of int4 with levels, where the first of several row tiles puts these panels unpacked for the others; else
 // null.
 template <int ROWS, int PANELS>
-void tile(const Int8Product& p, int64_t row, int64_t panel, const Turn& turn, int8_t* opened) {
+void tile(const Int8Product& p, int64_t row, int64_t panel, const TileInBlock& in_block, int8_t* opened) {
     alignas(64) int32_t sums[ROWS * PANELS * LANES];
     LLM_UNROLL for (int64_t c = panel; c < panel + PANELS; ++c) {
         prefetch(p.sums + c * LANES);
@@ -369,10 +422,10 @@ void tile(const Int8Product& p, int64_t row, int64_t panel, const Turn& turn, in
     const int8_t* b = opened ? opened : p.panel(panel);
     const uint8_t* packed = opened ? LevelPanels(p).codes(panel) : nullptr;
     [[maybe_unused]] constexpr bool pairs = PAIRS && ROWS % 2 == 0 && PANELS == 1;
-    if (opened && turn.index == 0) {
+    if (opened && in_block.index == 0) {
 #if LLM_DOTS
         if constexpr (!pairs) {
-            if (turn.count > 1) leveled_dots<ROWS, PANELS, true>(a, LevelPanels(p), panel, opened, sums);
+            if (in_block.count > 1) leveled_dots<ROWS, PANELS, true>(a, LevelPanels(p), panel, opened, sums);
             else leveled_dots<ROWS, PANELS, false>(a, LevelPanels(p), panel, opened, sums);
             return scale_sums(p, row, ROWS, panel, PANELS, PANELS, sums);
         }
@@ -384,14 +437,15 @@ void tile(const Int8Product& p, int64_t row, int64_t panel, const Turn& turn, in
     if constexpr (pairs) paired_dots<ROWS>(a, b, p.panel_bytes(), p.steps(), sums);
     else
 #endif
-        dots<ROWS, PANELS>(a, b, p.panel_bytes(), p.steps(), turn, packed, sums);
+        dots<ROWS, PANELS>(a, b, p.panel_bytes(), p.steps(), in_block, packed, sums);
     scale_sums(p, row, ROWS, panel, PANELS, PANELS, sums);
 }
 
 template <int ROWS>
-void tiles(const Int8Product& p, int64_t row, int64_t panel, int64_t end, const Turn& turn, int8_t* opened) {
+void tiles(const Int8Product& p, int64_t row, int64_t panel, int64_t end, const TileInBlock& in_block, int8_t* opened) {
     for_panels<panels_for(ROWS)>(panel, end, [&](auto wide, int64_t at) {
-        tile<ROWS, decltype(wide)::value>(p, row, at, turn, opened ? opened + (at - panel) * p.panel_bytes() : nullptr);
+        tile<ROWS, decltype(wide)::value>(p, row, at, in_block,
+                                          opened ? opened + (at - panel) * p.panel_bytes() : nullptr);
     });
 }
 
@@ -555,7 +609,7 @@ void linear_int8(const Weight& weight, const float* x, float* y, int64_t m, int6
     tasks.run(opened_bytes, nothing, [&](int64_t tile, int64_t panel, int64_t end, char* scratch) {
         int8_t* opened = weight.levels ? reinterpret_cast<int8_t*>(scratch) : nullptr;
         with_rows(tasks.rows(tile), [&](auto rows) {
-            tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end, tasks.turn(tile), opened);
+            tiles<decltype(rows)::value>(p, tasks.first_row(tile), panel, end, tasks.in_block(tile), opened);
         });
     });
 }

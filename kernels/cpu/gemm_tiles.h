@@ -81,19 +81,19 @@ class TileShapes {
 };
 
 // What a block's steps prefetch while they multiply: `lines` lines per step of each panel, starting at `weights`, and
-// `skip` bytes further from step `turn` on. `soon`: into the L1 cache, else L2.
-struct Meanwhile {
+// `skip` bytes further from step `last` on. `soon`: into the L1 cache, else L2.
+struct PrefetchPlan {
     const char* weights;
     int64_t stride, lines;  // stride: bytes between panels
-    int64_t turn, skip;
+    int64_t last, skip;
     bool soon;
 
     LLM_INLINE void fetch(int64_t step, int64_t panel) const {
-        const char* at = weights + panel * stride + step * lines * LINE + (step < turn ? 0 : skip);
+        const char* at = weights + panel * stride + step * lines * LINE + (step < last ? 0 : skip);
         for (int64_t line = 0; line < lines; ++line) soon ? prefetch(at + line * LINE) : prefetch_far(at + line * LINE);
     }
 };
-inline constexpr Meanwhile NOTHING{nullptr, 0, 0, 0, 0, false};
+inline constexpr PrefetchPlan NO_PREFETCH{nullptr, 0, 0, 0, 0, false};
 
 // The operand formats: int8, three bfloat16 parts (exact), or the nearest bfloat16.
 enum Form { INT8, BF16_PARTS, BF16_ROUNDED };
@@ -102,12 +102,12 @@ constexpr int parts_of(Form form) { return form == BF16_PARTS ? 3 : 1; }
 // Adds `steps` steps to the sums of panels 0 ... PANELS - 1.
 template <Form FORM, int PANELS>
 LLM_INLINE void add_steps(const char* a, int64_t a_tile, const char* b, int64_t panel_bytes, int64_t steps,
-                          const Meanwhile& meanwhile) {
+                          const PrefetchPlan& prefetched) {
     constexpr int PARTS = parts_of(FORM);
 #define LLM_TILE_PANEL(panel)                                       \
     if constexpr (PANELS > panel) {                                 \
         const char* at = b + panel * panel_bytes;                   \
-        meanwhile.fetch(step, panel);                               \
+        prefetched.fetch(step, panel);                              \
         touch(at, TILE_LINES);                                      \
         LLM_TILE_LOAD(7, at, LINE);                                 \
         if constexpr (FORM == INT8) LLM_TILE_DOT_INT8(panel, 4, 7); \
@@ -246,15 +246,16 @@ struct TilePanels {
 // sums (+)= operands x panels, for one block of steps, one row tile and one group of panels.
 template <Form FORM, int PANELS>
 void add_block(TileShapes& shapes, const TileOperands& a, int64_t tile, int64_t first, const TileSteps& b, char* sums,
-               const Meanwhile& meanwhile) {
+               const PrefetchPlan& prefetched) {
     constexpr int PARTS = parts_of(FORM);
     const int64_t operand = a.tile_rows(tile) * LINE;
     const char* operands = a.at(tile, first);
     shapes.set(a.tile_rows(tile));
     if (first) load_sums<PANELS>(sums);
     else clear_sums();
-    add_steps<FORM, PANELS>(operands, operand, b.data, b.stride, b.whole, meanwhile);
-    if (b.last) add_steps<FORM, PANELS>(operands + b.whole * PARTS * operand, operand, b.last, TILE_BYTES, 1, NOTHING);
+    add_steps<FORM, PANELS>(operands, operand, b.data, b.stride, b.whole, prefetched);
+    if (b.last)
+        add_steps<FORM, PANELS>(operands + b.whole * PARTS * operand, operand, b.last, TILE_BYTES, 1, NO_PREFETCH);
     store_sums<PANELS>(sums);
 }
 
@@ -289,20 +290,20 @@ void multiply_tiles(const TileOperands& a, const Panels& b, int64_t panels, int6
                 for (int64_t tile = 0; tile < tiles; ++tile) {
                     // One row tile is bound by memory: it prefetches its own panels a little ahead. Several row tiles
                     // have time to prefetch what comes next: each fetches its part.
-                    const Meanwhile meanwhile =
+                    const PrefetchPlan prefetched =
                         Panels::IN_PLACE && tiles == 1
-                            ? Meanwhile{steps.data + TILE_AHEAD,
-                                        steps.stride,
-                                        TILE_LINES,
-                                        steps.whole - TILE_AHEAD / TILE_BYTES,
-                                        (wide - 1) * steps.stride,
-                                        true}
-                            : Meanwhile{after.data + tile * part * LINE, after.stride, lines, steps.whole, 0, false};
+                            ? PrefetchPlan{steps.data + TILE_AHEAD,
+                                           steps.stride,
+                                           TILE_LINES,
+                                           steps.whole - TILE_AHEAD / TILE_BYTES,
+                                           (wide - 1) * steps.stride,
+                                           true}
+                            : PrefetchPlan{after.data + tile * part * LINE, after.stride, lines, steps.whole, 0, false};
                     char* sums = scratch + ((group - begin) * tiles + tile) * tile_bytes;
-                    if (wide == 4) add_block<FORM, 4>(shapes, a, tile, first, steps, sums, meanwhile);
-                    else if (wide == 3) add_block<FORM, 3>(shapes, a, tile, first, steps, sums, meanwhile);
-                    else if (wide == 2) add_block<FORM, 2>(shapes, a, tile, first, steps, sums, meanwhile);
-                    else add_block<FORM, 1>(shapes, a, tile, first, steps, sums, meanwhile);
+                    if (wide == 4) add_block<FORM, 4>(shapes, a, tile, first, steps, sums, prefetched);
+                    else if (wide == 3) add_block<FORM, 3>(shapes, a, tile, first, steps, sums, prefetched);
+                    else if (wide == 2) add_block<FORM, 2>(shapes, a, tile, first, steps, sums, prefetched);
+                    else add_block<FORM, 1>(shapes, a, tile, first, steps, sums, prefetched);
                     if (first + a.block >= a.steps) done(tile, panel, wide, sums);
                 }
             }

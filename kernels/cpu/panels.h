@@ -14,17 +14,17 @@ namespace {
 // How many bytes ahead a step prefetches. Near a panel's end the target moves to the panel that is read next: `panels`
 // panels further on when that many are read side by side.
 struct Ahead {
-    int64_t bytes, turn, skip;
+    int64_t bytes, last, skip;
     Ahead(int64_t distance, int64_t step_bytes, int64_t steps, int64_t panels, int64_t panel_bytes)
-        : bytes(distance), turn(steps - distance / step_bytes), skip((panels - 1) * panel_bytes) {}
-    LLM_INLINE int64_t distance(int64_t step) const { return step < turn ? bytes : bytes + skip; }
+        : bytes(distance), last(steps - distance / step_bytes), skip((panels - 1) * panel_bytes) {}
+    LLM_INLINE int64_t distance(int64_t step) const { return step < last ? bytes : bytes + skip; }
 };
 
 // A number of batch rows or panels that is known at compile time.
 template <int N> struct Rows { static constexpr int value = N; };
 
-// A row tile's turn among the `count` of a block, which multiply the same `panels` panels one after the other.
-struct Turn { int64_t index, count, panels; };
+// Which of the `count` row tiles of a block, that multiply the same `panels` panels one after the other.
+struct TileInBlock { int64_t index, count, panels; };
 
 // Height of the tallest compiled tile.
 #if LLM_AVX512
@@ -65,7 +65,7 @@ class Tasks {
     int64_t first_row(int64_t tile) const { return starts_.as<int64_t>()[tile]; }
     int64_t rows(int64_t tile) const { return first_row(tile + 1) - first_row(tile); }
     int64_t group_panels() const { return group_panels_; }
-    Turn turn(int64_t tile) const {
+    TileInBlock in_block(int64_t tile) const {
         const int64_t first = tile / block_tiles_ * block_tiles_;
         return {tile - first, min(block_tiles_, tiles_ - first), group_panels_};
     }

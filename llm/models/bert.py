@@ -125,13 +125,10 @@ class DistilBertModel(BertModel):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> EncoderConfig:
-        raw = {_DISTILBERT_KEYS.get(key, key): value for key, value in reader.raw.items() if key not in _WITHOUT_EFFECT}
-        rows = reader.positive("max_position_embeddings", 512)
-        raw.pop("max_position_embeddings", None)
-        config = _read_bert(
-            d.ConfigReader({**raw, "type_vocab_size": 2}), d.LearnedPositions(rows), ClassifierConfig("relu")
-        )
-        return replace(config, token_types=0)
+        reader = reader.renamed(_DISTILBERT_KEYS)
+        reader.ignore(*_WITHOUT_EFFECT)
+        positions = d.LearnedPositions(reader.positive("max_position_embeddings", 512))
+        return replace(_read_bert(reader, positions, ClassifierConfig("relu")), token_types=0)
 
 
 _NOMIC_LAYER = {

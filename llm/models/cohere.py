@@ -22,12 +22,13 @@ def _attention(reader: d.ConfigReader, rope: d.RopeParameters) -> d.AttentionCon
 def _decoder(reader: d.ConfigReader, rope: d.RopeParameters, attention: list[d.AttentionConfig]) -> d.DecoderConfig:
     """All that is around the attention layers of Command R, R7B and A."""
     norm = d.read_layer_norm(reader, has_bias=False)
-    mlp = d.read_gated_mlp(reader)
-    return d.read_decoder(
+    return d.uniform_decoder(
         reader,
-        [d.LayerConfig(attention=part, mlp=mlp, norms=d.ParallelNorms(norm)) for part in attention],
+        attention,
         norm,
-        positions=d.longest_sequence(reader, rope, 8192),
+        norms=d.ParallelNorms(norm),
+        rope=rope,
+        positions=8192,
         tied=True,
         logits_divisor=1.0 / reader.positive_number("logit_scale", 0.0625),
     )

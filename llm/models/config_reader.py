@@ -47,7 +47,7 @@ _GENERATION = frozenset(
 )
 
 # Keys of config.json that turn a variant on -> the values that turn it off.
-_OFF: dict[str, tuple[Any, ...]] = {
+_OFF: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "lm_head_bias": (False,),
     "rope_interleaved": (False,),
@@ -89,6 +89,26 @@ class ConfigReader:
         self.raw = {key: value for key, value in raw.items() if value is not None}
         self.family = clip(str(self.raw.get("model_type", "?")), 60)
         self._read: set[str] = set()
+
+    def renamed(self, names: Mapping[str, str]) -> ConfigReader:
+        """A reader of the same file by other names: `names` has the file's name of a key -> the one to read it by.
+
+        Raises:
+            UnsupportedModelError: the file has a key by both names, with different values.
+        """
+        found = {key: value for key, value in self.decoded.items() if key not in names}
+        spelled = {key: name for name, key in names.items() if key not in self.decoded}
+        for name, key in names.items():
+            if name not in self.decoded:
+                continue
+            value = self.decoded[name]
+            if value is not None and found.get(key) not in (None, value):
+                raise self.error(name, value, f"{show(found[key])}, as {key} is")
+            if found.get(key) is None:
+                found[key], spelled[key] = value, name
+        reader = ConfigReader(found, self._file, {**self._spelled, **spelled})
+        reader._read = {names.get(key, key) for key in self._read}
+        return reader
 
     def integer(self, key: str, default: int = _REQUIRED) -> int:
         return self._get(key, int, default)
@@ -139,7 +159,7 @@ class ConfigReader:
         reader = ConfigReader(raw, self._file)  # a second reader: the key must not count as read by the family
         return next((reader.positive(key) for key in raw), 0)
 
-    def expect(self, key: str, *allowed: Any) -> None:
+    def expect(self, key: str, *allowed: object) -> None:
         """The key, if present, must have one of these values: others would change what is computed."""
         self._read.add(key)
         if key in self.raw and self.raw[key] not in allowed:
@@ -234,7 +254,7 @@ class ConfigReader:
         """Raise `UnsupportedModelError` if there are keys that were not read."""
         for key in (key for key in _OFF if key not in self._read):
             self.expect(key, *_OFF[key])
-        left = sorted(set(self.raw) - self._read - _HARMLESS - _GENERATION)
+        left = sorted(self._spelled.get(key, key) for key in set(self.raw) - self._read - _HARMLESS - _GENERATION)
         if left:
             part = self._file.partition(", ")[2].replace(", ", ".")
             where = self._file if part else f"config.json of this {self.family} model"
@@ -258,7 +278,7 @@ class ConfigReader:
             raise self.error(key, value, f"a list of {kind.__name__}")
         return value
 
-    def error(self, key: str, value: Any, right: str) -> UnsupportedModelError:
+    def error(self, key: str, value: object, right: str) -> UnsupportedModelError:
         name = self._spelled.get(key, key)
         return UnsupportedModelError(f"{self._file}: {name} is {show(value)}, must be {clip(right)}.")
 
@@ -267,7 +287,7 @@ class ConfigReader:
         value = self.raw.get(key, default)
         if value is _REQUIRED:
             whose = f"which {self.family} models need" if "model_type" in self.raw else "which is needed"
-            raise UnsupportedModelError(f"{self._file} has no {key}, {whose}.")
+            raise UnsupportedModelError(f"{self._file} has no {self._spelled.get(key, key)}, {whose}.")
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise self.error(key, value, f"of type {getattr(kind, '__name__', 'number')}")
         return value

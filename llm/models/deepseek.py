@@ -19,11 +19,12 @@ class DeepseekV2ForCausalLM(d.DecoderForCausalLM):
         reader.expect("norm_topk_prob", False)
         rope = reader.rope()
         method, groups, best = _groups(reader)
-        experts = d.MoEConfig(
-            reader.positive("n_routed_experts", 64),
-            reader.positive("num_experts_per_tok"),
-            reader.positive("moe_intermediate_size", 1407),
-            reader.string("hidden_act", "silu"),
+        experts = d.read_experts(
+            reader,
+            count=64,
+            top_k=reader.positive("num_experts_per_tok"),
+            size=1407,
+            count_key="n_routed_experts",
             renormalize=False,
             groups=groups if method == "group_limited_greedy" else 1,
             topk_group=best if method == "group_limited_greedy" else 1,
@@ -64,7 +65,6 @@ def deepseek_decoder(
 ) -> d.DecoderConfig:
     """A decoder in which the layers of `is_sparse` have `experts`, the others a feed-forward; `attention` is one for
     all layers or one each; `positions`: what a missing `max_position_embeddings` means."""
-    d.ignore_training(reader)
     for key in ("aux_loss_alpha", "seq_aux", "ep_size"):  # of training
         reader.expect(key, reader.raw.get(key))
     reader.expect("moe_layer_freq", 1)
@@ -73,21 +73,17 @@ def deepseek_decoder(
     if not 0 <= further <= _MOST_FURTHER_LAYERS:
         raise reader.error("num_nextn_predict_layers", further, f"an integer from 0 to {_MOST_FURTHER_LAYERS}")
     norm = d.read_rms_norm(reader, eps)
-    activation = reader.string("hidden_act", "silu")
-    dense: d.PartConfig = experts
     reader.ignore("intermediate_size")  # where all layers have experts it is not needed, nor always there
-    if not all(is_sparse):
-        dense = d.GatedMLPConfig(reader.positive("intermediate_size"), activation)
-    parts = [attention] * len(is_sparse) if isinstance(attention, d.PartConfig) else attention
-    predicting = d.LayerConfig(attention=parts[-1], mlp=experts, norms=d.PreNorms(norm))
-    return d.read_decoder(
+    dense = experts if all(is_sparse) else d.read_gated_mlp(reader)
+    last = attention if isinstance(attention, d.PartConfig) else attention[-1]
+    predicting = d.LayerConfig(attention=last, mlp=experts, norms=d.PreNorms(norm))
+    return d.uniform_decoder(
         reader,
-        [
-            d.LayerConfig(attention=part, mlp=experts if sparse else dense, norms=d.PreNorms(norm))
-            for part, sparse in zip(parts, is_sparse, strict=True)
-        ],
+        attention,
         norm,
-        positions=d.longest_sequence(reader, rope, positions),
+        mlp=[experts if sparse else dense for sparse in is_sparse],
+        rope=rope,
+        positions=positions,
         layers_left_out=further,
         multi_token=d.MultiTokenConfig(predicting, norm, f"model.layers.{len(is_sparse)}", True) if further else None,
     )
@@ -111,11 +107,12 @@ def sigmoid_experts(
     """Experts chosen by sigmoid scores with a bias; the arguments are what missing keys stand for."""
     reader.expect("scoring_func", "sigmoid", "noaux_tc")  # dots.llm1 has the method's name there
     reader.expect("topk_method", "noaux_tc")
-    return d.MoEConfig(
-        reader.positive("n_routed_experts", count),
-        reader.positive("num_experts_per_tok", top_k),
-        reader.positive("moe_intermediate_size", size),
-        reader.string("hidden_act", "silu"),
+    return d.read_experts(
+        reader,
+        count=count,
+        top_k=top_k,
+        size=size,
+        count_key="n_routed_experts",
         renormalize=reader.boolean("norm_topk_prob", True),
         scoring="sigmoid",
         correction_bias=True,
@@ -230,9 +227,7 @@ class KimiLinearForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        spelled = {_NAMES[key]: key for key in reader.decoded if key in _NAMES}
-        reader = d.ConfigReader({_NAMES.get(key, key): value for key, value in reader.decoded.items()}, spelled=spelled)
-        d.ignore_training(reader)
+        reader = reader.renamed(_NAMES)
         reader.ignore(*_UNUSED)
         for key, value in {"mla_use_nope": True, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}.items():
             reader.expect(key, value)
@@ -249,11 +244,14 @@ class KimiLinearForCausalLM(d.DecoderForCausalLM):
         kinds = reader.names("mlp_layer_types") or ["dense" if index < first else "sparse" for index in range(count)]
         if len(kinds) != count or not mlps.keys() >= set(kinds):
             raise reader.error("mlp_layer_types", kinds, f"{count} of 'dense' or 'sparse'")
-        layers = [
-            d.LayerConfig(attention=attention if attends else linear, mlp=mlps[kind], norms=d.PreNorms(norm))
-            for attends, kind in zip(d.attending_layers(reader, count, default), kinds, strict=True)
-        ]
-        return d.read_decoder(reader, layers, norm, positions=reader.positive("max_position_embeddings", 1_048_576))
+        attends = d.attending_layers(reader, count, default)
+        return d.uniform_decoder(
+            reader,
+            [attention if attending else linear for attending in attends],
+            norm,
+            mlp=[mlps[kind] for kind in kinds],
+            positions=1_048_576,
+        )
 
 
 def _latent(reader: d.ConfigReader) -> d.LatentAttentionConfig:

@@ -1,6 +1,9 @@
 """EXAONE 4 and K-EXAONE."""
 
+from dataclasses import replace
+
 from llm.models import decoder as d
+from llm.models.deepseek import sigmoid_experts
 
 
 class Exaone4ForCausalLM(d.DecoderForCausalLM):
@@ -8,17 +11,16 @@ class Exaone4ForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        rope, norm, heads = reader.rope(), d.read_rms_norm(reader, 1e-5), d.read_heads(reader)
-        window = reader.optional_positive("sliding_window", 4096)
-        mlp = d.read_gated_mlp(reader)
+        rope, norm = reader.rope(), d.read_rms_norm(reader, 1e-5)
+        return d.uniform_decoder(reader, _attention(reader, rope, norm), norm, norms=d.PostNorms(norm), rope=rope)
 
-        def layer(size: int | None) -> d.LayerConfig:
-            rotates = size is not None or window is None
-            attention = d.AttentionConfig(heads, rope if rotates else None, size, qk_norm=norm)
-            return d.LayerConfig(attention=attention, mlp=mlp, norms=d.PostNorms(norm))
 
-        layers = [layer(size) for size in _windows(reader, window)]
-        return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, rope))
+def _attention(reader: d.ConfigReader, rope: d.RopeParameters, norm: d.NormConfig) -> list[d.AttentionConfig]:
+    """Of each layer; in models with windows, a layer without one has no rope."""
+    window = reader.optional_positive("sliding_window", 4096)
+    attention = d.AttentionConfig(d.read_heads(reader), rope, qk_norm=norm)
+    parts = d.with_windows(attention, _windows(reader, window))
+    return [replace(part, rope=None) if window and part.sliding_window is None else part for part in parts]
 
 
 def _windows(reader: d.ConfigReader, window: int | None) -> list[int | None]:
@@ -46,33 +48,10 @@ class ExaoneMoeForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        d.ignore_training(reader)
+        reader = reader.renamed({"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"})
         reader.ignore("num_nextn_predict_layers")
-        reader.expect("scoring_func", "sigmoid")
-        reader.expect("topk_method", "noaux_tc")
-        rope, norm, heads = reader.rope(), d.read_rms_norm(reader, 1e-5), d.read_heads(reader)
-        window = reader.optional_positive("sliding_window", 4096)
-        activation, inner = reader.string("hidden_act", "silu"), reader.positive("moe_intermediate_size", 1024)
-        dense = d.GatedMLPConfig(reader.positive("intermediate_size"), activation)
-        sparse = d.MoEConfig(
-            reader.positive("num_experts", 64),
-            reader.positive("num_experts_per_tok", 8),
-            inner,
-            activation,
-            renormalize=reader.boolean("norm_topk_prob", True),
-            scoring="sigmoid",
-            correction_bias=True,
-            groups=reader.positive("n_group", 1),
-            topk_group=reader.positive("topk_group", 1),
-            routed_scaling_factor=reader.number("routed_scaling_factor", 2.5),
-            shared_size=inner * reader.positive("num_shared_experts", 1),
-        )
-
-        def layer(size: int | None, is_sparse: bool) -> d.LayerConfig:
-            rotates = size is not None or window is None
-            attention = d.AttentionConfig(heads, rope if rotates else None, size, qk_norm=norm)
-            return d.LayerConfig(attention=attention, mlp=sparse if is_sparse else dense, norms=d.PreNorms(norm))
-
+        rope, norm = reader.rope(), d.read_rms_norm(reader, 1e-5)
+        sparse, dense = sigmoid_experts(reader, 64, 8, 1024, groups=1, best=1, scale=2.5), d.read_gated_mlp(reader)
         kinds = d.layers_with_experts(reader, reader.count("first_k_dense_replace", 1))
-        layers = map(layer, _windows(reader, window), kinds)
-        return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, rope))
+        mlp = [sparse if is_sparse else dense for is_sparse in kinds]
+        return d.uniform_decoder(reader, _attention(reader, rope, norm), norm, mlp=mlp, rope=rope)

@@ -39,14 +39,12 @@ class Gemma2ForCausalLM(d.DecoderForCausalLM):
         reader.expect("use_bidirectional_attention", False)
         soft_cap = reader.optional_number("attn_logit_softcapping", 50.0)
         attention = replace(_attention(reader), rope=reader.rope(), soft_cap=soft_cap)
-        config = _decoder(
+        return _decoder(
             reader,
-            [replace(attention, sliding_window=size) for size in windows],
+            d.with_windows(attention, windows),
             positions=reader.positive("max_position_embeddings", 8192),
             logits_soft_cap=reader.optional_number("final_logit_softcapping", 30.0),
         )
-        reader.finish()
-        return config
 
 
 def _attention(reader: d.ConfigReader) -> d.AttentionConfig:
@@ -64,16 +62,15 @@ def _decoder(
     activation = reader.string("hidden_activation", "gelu_pytorch_tanh")
     mlp = d.GatedMLPConfig(reader.positive("intermediate_size"), activation)
     norm = d.read_rms_norm(reader, kind=d.GemmaRMSNorm)
-    hidden_size = reader.positive("hidden_size")
-    return d.DecoderConfig(
-        vocab_size=reader.positive("vocab_size"),
-        hidden_size=hidden_size,
-        max_position_embeddings=positions,
-        layers=tuple(d.LayerConfig(attention=part, mlp=mlp, norms=d.PreAndPostNorms(norm)) for part in attention),
-        final_norm=norm,
+    norms, hidden_size = d.PreAndPostNorms(norm), reader.positive("hidden_size")
+    return d.read_decoder(
+        reader,
+        [d.LayerConfig(attention=part, mlp=mlp, norms=norms) for part in attention],
+        norm,
+        positions=positions,
         embedding_multiplier=hidden_size**0.5,
         logits_soft_cap=logits_soft_cap,
-        tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
+        tied=True,
     )
 
 
@@ -113,14 +110,12 @@ class Gemma3ForCausalLM(d.DecoderForCausalLM):
         soft_cap = reader.optional_number("attn_logit_softcapping")
         qk_norm = d.read_rms_norm(reader, kind=d.GemmaRMSNorm)
         attention = replace(_attention(reader), qk_norm=qk_norm, soft_cap=soft_cap, causal=causal)
-        config = _decoder(
+        return _decoder(
             reader,
             [replace(attention, sliding_window=size, rope=full if size is None else sliding) for size in windows],
             positions=reader.positive("max_position_embeddings", 131072),
             logits_soft_cap=reader.optional_number("final_logit_softcapping"),
         )
-        reader.finish()
-        return config
 
 
 def read_ropes(reader: d.ConfigReader) -> tuple[d.RopeParameters, d.RopeParameters]:

@@ -12,6 +12,16 @@ _LAYER = (
     ("mlp.c_fc", "mlp.up_proj"),
     ("mlp.c_proj", "mlp.down_proj"),
 )
+# GPT-2's names of keys -> those of later families.
+_KEYS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "activation_function": "hidden_act",
+}
 _MODEL = (("wte", "model.embed_tokens"), ("wpe", "model.embed_positions"), ("ln_f", "model.norm"))
 
 
@@ -31,35 +41,38 @@ class GPT2LMHeadModel(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        hidden, heads = reader.positive("n_embd"), reader.positive("n_head")
-        positions = reader.positive("n_positions", 1024)
-        reader.expect("n_ctx", positions)
-        reader.expect("scale_attn_weights", True)
+        reader = reader.renamed(_KEYS)
+        reader.expect("n_ctx", reader.positive("max_position_embeddings", 1024))
         reader.boolean("reorder_and_upcast_attn", False)  # the scores' precision, which is float32 here anyway
-        norm = d.NormConfig(reader.positive_number("layer_norm_epsilon", 1e-5), d.LayerNorm)
-        attention = d.AttentionConfig(d.Heads(heads, heads, hidden // heads), qkv_bias=True, out_bias=True)
-        layer = d.LayerConfig(
-            attention=attention,
-            mlp=d.PlainMLPConfig(
-                reader.positive("n_inner", 4 * hidden), reader.string("activation_function", "gelu_new"), bias=True
-            ),
-            norms=d.PreNorms(norm),
-        )
-        layers = [layer] * reader.positive("n_layer")
+        attention = d.AttentionConfig(_heads(reader), qkv_bias=True, out_bias=True)
+        layers = [attention] * reader.positive("num_hidden_layers")
         if reader.boolean("scale_attn_by_inverse_layer_idx", False):
-            scales = [attention.heads.size**-0.5 / number for number in range(1, len(layers) + 1)]
-            layers = [replace(layer, attention=replace(attention, scale=scale)) for scale in scales]
-        config = d.DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=hidden,
-            max_position_embeddings=positions,
-            layers=tuple(layers),
-            final_norm=norm,
-            learned_positions=d.LearnedPositions(positions),
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
-        )
-        reader.finish()
-        return config
+            size = attention.heads.size
+            layers = [replace(attention, scale=size**-0.5 / number) for number in range(1, len(layers) + 1)]
+        return _decoder(reader, layers, "gelu_new")
+
+
+def _heads(reader: d.ConfigReader, key_heads: int | None = None) -> d.Heads:
+    """`key_heads`: None: as many as query heads."""
+    heads = reader.positive("num_attention_heads")
+    return d.Heads(heads, key_heads or heads, reader.positive("hidden_size") // heads)
+
+
+def _decoder(
+    reader: d.ConfigReader, attention: d.AttentionConfig | list[d.AttentionConfig], activation: str
+) -> d.DecoderConfig:
+    """GPT-2's decoder around its attention; `activation`: the default."""
+    reader.expect("scale_attn_weights", True)
+    inner = reader.positive("intermediate_size", 4 * reader.positive("hidden_size"))
+    return d.uniform_decoder(
+        reader,
+        attention,
+        d.read_layer_norm(reader),
+        mlp=d.PlainMLPConfig(inner, reader.string("hidden_act", activation), bias=True),
+        positions=1024,
+        learned_positions=d.LearnedPositions(reader.positive("max_position_embeddings", 1024)),
+        tied=True,
+    )
 
 
 class GPTBigCodeForCausalLM(GPT2LMHeadModel):
@@ -69,36 +82,16 @@ class GPTBigCodeForCausalLM(GPT2LMHeadModel):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        hidden, heads = reader.positive("n_embd"), reader.positive("n_head")
-        positions = reader.positive("n_positions", 1024)
-        reader.expect("scale_attn_weights", True)
+        reader = reader.renamed(_KEYS)
         # Softmax is float32 here anyway, and the others say how transformers' older code ran.
         for key in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "validate_runner_input"):
             reader.boolean(key, True)
         for key in ("inference_runner", "pre_allocate_kv_cache", "pad_key_length", "max_batch_size"):
             reader.expect(key, reader.raw.get(key))
-        norm = d.NormConfig(reader.positive_number("layer_norm_epsilon", 1e-5), d.LayerNorm)
-        key_heads = 1 if reader.boolean("multi_query", True) else heads
-        reader.expect("num_key_value_heads", key_heads)
-        activation = reader.string("activation_function", "gelu_pytorch_tanh")
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(
-                d.Heads(heads, key_heads, hidden // heads), qkv_bias=True, out_bias=True, qkv_by_key_head=True
-            ),
-            mlp=d.PlainMLPConfig(reader.positive("n_inner", 4 * hidden), activation, bias=True),
-            norms=d.PreNorms(norm),
-        )
-        config = d.DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=hidden,
-            max_position_embeddings=positions,
-            layers=(layer,) * reader.positive("n_layer"),
-            final_norm=norm,
-            learned_positions=d.LearnedPositions(positions),
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
-        )
-        reader.finish()
-        return config
+        heads = _heads(reader, 1 if reader.boolean("multi_query", True) else None)
+        reader.expect("num_key_value_heads", heads.key_value)
+        attention = d.AttentionConfig(heads, qkv_bias=True, out_bias=True, qkv_by_key_head=True)
+        return _decoder(reader, attention, "gelu_pytorch_tanh")
 
 
 _NEO_LAYER = (
@@ -109,6 +102,13 @@ _NEO_LAYER = (
     ("mlp.c_fc", "mlp.up_proj"),
     ("mlp.c_proj", "mlp.down_proj"),
 )
+
+_NEO_KEYS = {
+    "num_heads": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "activation_function": "hidden_act",
+}
 
 
 class GPTNeoForCausalLM(d.DecoderForCausalLM):
@@ -126,38 +126,25 @@ class GPTNeoForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        hidden, heads = reader.positive("hidden_size", 2048), reader.positive("num_heads", 16)
+        reader = reader.renamed(_NEO_KEYS)
         reader.ignore("resid_dropout", "embed_dropout")
-        positions, norm = (
-            reader.positive("max_position_embeddings", 2048),
-            d.read_layer_norm(reader, "layer_norm_epsilon"),
-        )
-        mlp = d.PlainMLPConfig(
-            reader.positive("intermediate_size", 4 * hidden), reader.string("activation_function", "gelu_new"), True
-        )
-
-        def layer(window: int | None) -> d.LayerConfig:
-            attention = d.AttentionConfig(
-                d.Heads(heads, heads, hidden // heads), sliding_window=window, out_bias=True, scale=1.0
-            )
-            return d.LayerConfig(attention=attention, mlp=mlp, norms=d.PreNorms(norm))
-
-        config = d.DecoderConfig(
-            vocab_size=reader.positive("vocab_size", 50257),
-            hidden_size=hidden,
-            max_position_embeddings=positions,
-            layers=tuple(map(layer, _windows(reader))),
-            final_norm=norm,
+        hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
+        positions = reader.positive("max_position_embeddings", 2048)
+        attention = d.AttentionConfig(d.Heads(heads, heads, hidden // heads), out_bias=True, scale=1.0)
+        activation, inner = reader.string("hidden_act", "gelu_new"), reader.positive("intermediate_size", 4 * hidden)
+        return d.uniform_decoder(
+            reader,
+            d.with_windows(attention, _windows(reader)),
+            d.read_layer_norm(reader),
+            mlp=d.PlainMLPConfig(inner, activation, bias=True),
             learned_positions=d.LearnedPositions(positions),
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
+            tied=True,
         )
-        reader.finish()
-        return config
 
 
 def _windows(reader: d.ConfigReader) -> list[int | None]:
     """The window of each layer, from `attention_layers`, or as transformers writes them: ([kinds, repeats], ...)."""
-    count, window = reader.positive("num_layers", 24), reader.positive("window_size", 256)
+    count, window = reader.positive("num_hidden_layers"), reader.positive("window_size", 256)
     reader.ignore("attention_types")
     kinds = reader.names("attention_layers")
     if kinds is None:

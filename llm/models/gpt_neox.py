@@ -22,10 +22,7 @@ _LAYER = (
 
 
 class GPTNeoXForCausalLM(d.DecoderForCausalLM):
-    """The generation of GPT-NeoX, with LayerNorms and mostly a fused QKV tensor.
-
-    GPT-NeoX and Pythia, Persimmon, GPT-J, CodeGen, BLOOM, Falcon, MPT.
-    """
+    """GPT-NeoX and Pythia: parallel residual with two LayerNorms, partial rotary embedding, a fused QKV tensor."""
 
     packed_modules_mapping = d.NOTHING_PACKED
     renames = (
@@ -102,6 +99,16 @@ _GPTJ_LAYER = (
     ("mlp.fc_out", "mlp.down_proj"),
 )
 
+_GPTJ_KEYS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "activation_function": "hidden_act",
+}
+
 
 class GPTJForCausalLM(d.DecoderForCausalLM):
     """GPT-J: parallel residual with one LayerNorm, interleaved partial rotary embedding, a bias on the logits."""
@@ -117,31 +124,24 @@ class GPTJForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        hidden, heads = reader.positive("n_embd"), reader.positive("n_head")
+        reader = reader.renamed(_GPTJ_KEYS)
+        hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
         reader.expect("tie_word_embeddings", False)  # a tied LM head has no bias
         reader.expect("scale_attn_weights", True)
         reader.expect("rotary", True)
-        norm = d.NormConfig(reader.positive_number("layer_norm_epsilon", 1e-5), d.LayerNorm)
-        size = hidden // heads
+        norm, size = d.read_layer_norm(reader), hidden // heads
         # The next float above: the share times the size must not come out below the whole number.
         rotated = math.nextafter(reader.positive("rotary_dim", 64) / size, 2.0)
         rope = d.RopeParameters(partial_rotary_factor=rotated)
-        activation = reader.string("activation_function", "gelu_new")
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(d.Heads(heads, heads, size), rope, rope_interleaved=True),
-            mlp=d.PlainMLPConfig(reader.positive("n_inner", 4 * hidden), activation, bias=True),
+        inner, activation = reader.positive("intermediate_size", 4 * hidden), reader.string("hidden_act", "gelu_new")
+        return d.uniform_decoder(
+            reader,
+            d.AttentionConfig(d.Heads(heads, heads, size), rope, rope_interleaved=True),
+            norm,
+            mlp=d.PlainMLPConfig(inner, activation, bias=True),
             norms=d.ParallelNorms(norm),
-        )
-        config = d.DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=hidden,
-            max_position_embeddings=reader.positive("n_positions", 2048),
-            layers=(layer,) * reader.positive("n_layer"),
-            final_norm=norm,
             lm_head_bias=True,
         )
-        reader.finish()
-        return config
 
 
 _FUSED = ".attn.qkv_proj."
@@ -200,6 +200,13 @@ _MODEL = (
     ("ln_f", "model.norm"),
 )
 
+_BLOOM_KEYS = {
+    "n_embed": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "seq_length": "max_position_embeddings",
+}
+
 
 class BloomForCausalLM(d.DecoderForCausalLM):
     """BLOOM: ALiBi, a LayerNorm after the embedding, a fused QKV tensor."""
@@ -215,35 +222,22 @@ class BloomForCausalLM(d.DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         # The first checkpoints have names of their own for sizes, and switches of the code that trained them.
-        hidden = reader.positive("n_embed", reader.positive("hidden_size", 64))
-        heads = reader.positive("n_head", reader.positive("num_attention_heads", 8))
+        reader = reader.renamed(_BLOOM_KEYS)
+        hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
         reader.expect("apply_residual_connection_post_layernorm", False)
         reader.expect("n_inner", 4 * hidden)
         reader.ignore("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi")
         reader.ignore("skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "unk_token_id")
         norm = d.read_layer_norm(reader, "layer_norm_epsilon")
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(
-                d.Heads(heads, heads, hidden // heads),
-                qkv_bias=True,
-                out_bias=True,
-                qkv_by_key_head=True,
-                alibi_slopes=d.alibi_slopes(heads),
-            ),
-            mlp=d.PlainMLPConfig(4 * hidden, "gelu_new", bias=True),
-            norms=d.PreNorms(norm),
+        attention = d.AttentionConfig(
+            d.Heads(heads, heads, hidden // heads),
+            qkv_bias=True,
+            out_bias=True,
+            qkv_by_key_head=True,
+            alibi_slopes=d.alibi_slopes(heads),
         )
-        config = d.DecoderConfig(
-            vocab_size=reader.positive("vocab_size"),
-            hidden_size=hidden,
-            max_position_embeddings=reader.positive("seq_length", 2048),
-            layers=(layer,) * reader.positive("n_layer", reader.positive("num_hidden_layers", 2)),
-            final_norm=norm,
-            embedding_norm=norm,
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
-        )
-        reader.finish()
-        return config
+        mlp = d.PlainMLPConfig(4 * hidden, "gelu_new", bias=True)
+        return d.uniform_decoder(reader, attention, norm, mlp=mlp, embedding_norm=norm, tied=True)
 
 
 _FALCON_LAYER = (
@@ -276,19 +270,16 @@ class FalconForCausalLM(d.DecoderForCausalLM):
         inner = reader.positive("ffn_hidden_size", 4 * hidden)
         reader.expect("ff_factor", inner // hidden)
         heads, has_alibi = _heads(reader, is_new), reader.boolean("alibi", False)
-        layer = d.LayerConfig(
-            attention=d.AttentionConfig(
-                heads,
-                None if has_alibi else rope,
-                qkv_bias=bias,
-                out_bias=bias,
-                qkv_by_key_head=True,
-                alibi_slopes=_slopes(heads) if has_alibi else None,
-            ),
-            mlp=d.PlainMLPConfig(inner, reader.string("activation", "gelu"), bias),
-            norms=_norms(reader, norm, is_new),
+        attention = d.AttentionConfig(
+            heads,
+            None if has_alibi else rope,
+            qkv_bias=bias,
+            out_bias=bias,
+            qkv_by_key_head=True,
+            alibi_slopes=_slopes(heads) if has_alibi else None,
         )
-        return d.read_decoder(reader, layer, norm, positions=d.longest_sequence(reader, rope), tied=True)
+        mlp, norms = d.PlainMLPConfig(inner, reader.string("activation", "gelu"), bias), _norms(reader, norm, is_new)
+        return d.uniform_decoder(reader, attention, norm, mlp=mlp, norms=norms, rope=rope, tied=True)
 
 
 def _heads(reader: d.ConfigReader, is_new: bool) -> d.Heads:
@@ -324,6 +315,13 @@ _MPT_LAYER = (
     ("norm_2", "post_attention_layernorm"),
 )
 
+_MPT_KEYS = {
+    "d_model": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_layers": "num_hidden_layers",
+    "max_seq_len": "max_position_embeddings",
+}
+
 
 class MptForCausalLM(d.DecoderForCausalLM):
     """MPT: ALiBi, LayerNorm without a bias, a fused QKV tensor that may be clamped."""
@@ -337,29 +335,21 @@ class MptForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        hidden, heads = reader.positive("d_model", 2048), reader.positive("n_heads", 16)
+        reader = reader.renamed(_MPT_KEYS)
+        hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
         reader.expect("no_bias", True)
         reader.expect("expansion_ratio", 4)
         reader.expect("norm_type", "low_precision_layernorm", "layernorm")
         for key in ("embedding_fraction", "init_config", "init_device", "tokenizer_name", "verbose"):
             reader.ignore(key)
         reader.ignore("learned_pos_emb", "emb_pdrop")  # ALiBi is in their place
-        norm = d.read_layer_norm(reader, "layer_norm_epsilon", has_bias=False)
-        layer = d.LayerConfig(
-            attention=_attention(reader, d.Heads(heads, heads, hidden // heads)),
+        return d.uniform_decoder(
+            reader,
+            _attention(reader, d.Heads(heads, heads, hidden // heads)),
+            d.read_layer_norm(reader, "layer_norm_epsilon", has_bias=False),
             mlp=d.PlainMLPConfig(4 * hidden, "gelu"),
-            norms=d.PreNorms(norm),
+            tied=True,
         )
-        config = d.DecoderConfig(
-            vocab_size=reader.positive("vocab_size", 50368),
-            hidden_size=hidden,
-            max_position_embeddings=reader.positive("max_seq_len", 2048),
-            layers=(layer,) * reader.positive("n_layers", 24),
-            final_norm=norm,
-            tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
-        )
-        reader.finish()
-        return config
 
 
 def _attention(reader: d.ConfigReader, heads: d.Heads) -> d.AttentionConfig:

@@ -96,16 +96,7 @@ class GptOssForCausalLM(d.DecoderForCausalLM):
             router_bias=True,
             swiglu_limit=reader.positive_number("swiglu_limit", SWIGLUOAI_LIMIT),
         )
-
-        def layer(window: int | None) -> d.LayerConfig:
-            attention = d.AttentionConfig(heads, rope, window, qkv_bias=bias, out_bias=bias, sinks=True)
-            return d.LayerConfig(attention=attention, mlp=experts, norms=d.PreNorms(norm))
-
-        count = reader.positive("num_hidden_layers")
-        window = reader.optional_positive("sliding_window", 128)
-        return d.read_decoder(
-            reader,
-            map(layer, d.layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)])),
-            norm,
-            positions=d.longest_sequence(reader, rope, 131072),
-        )
+        attention = d.AttentionConfig(heads, rope, qkv_bias=bias, out_bias=bias, sinks=True)
+        count, window = reader.positive("num_hidden_layers"), reader.optional_positive("sliding_window", 128)
+        windows = d.layer_windows(reader, count, window, [index % 2 == 0 for index in range(count)])
+        return d.uniform_decoder(reader, d.with_windows(attention, windows), norm, mlp=experts, positions=131072)

@@ -29,12 +29,8 @@ def _decoder(reader: d.ConfigReader, mlp: d.PartConfig) -> d.DecoderConfig:
 
 
 def _experts(reader: d.ConfigReader, shared_size: int | None = None) -> d.MoEConfig:
-    return d.MoEConfig(
-        reader.positive("num_local_experts", 8),
-        reader.positive("num_experts_per_tok", 2),
-        reader.positive("intermediate_size"),
-        reader.string("hidden_act", "silu"),
-        shared_size=shared_size,
+    return d.read_experts(
+        reader, 8, 2, count_key="num_local_experts", size_key="intermediate_size", shared_size=shared_size
     )
 
 
@@ -55,7 +51,6 @@ class GraniteMoeForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        d.ignore_training(reader)
         return _decoder(reader, _experts(reader))
 
 
@@ -79,14 +74,13 @@ class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
         attention = d.read_attention(reader, rope if rotates else None, scale=scale)
         mamba, mlp = d.read_mamba2(reader, norm.eps), _read_mlp(reader)
         norms = d.ScaledPreNorms(norm, reader.number("residual_multiplier", 1.0))
-        return d.read_decoder(
+        return d.uniform_decoder(
             reader,
-            [
-                d.LayerConfig(attention=attention if attends else mamba, mlp=mlp, norms=norms)
-                for attends in d.read_mixers(reader, "layer_types")
-            ],
+            [attention if attends else mamba for attends in d.read_mixers(reader, "layer_types")],
             norm,
-            positions=d.longest_sequence(reader, rope),
+            mlp=mlp,
+            norms=norms,
+            rope=rope,
             embedding_multiplier=reader.number("embedding_multiplier", 1.0),
             logits_divisor=reader.positive_number("logits_scaling", 1.0),
         )
@@ -100,12 +94,12 @@ class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
 
 
 def _read_mlp(reader: d.ConfigReader) -> d.PartConfig:
+    size = reader.positive("shared_intermediate_size", 1024)
+    if reader.count("num_local_experts", 8):
+        return _experts(reader, size)
     d.ignore_training(reader)
-    size, activation = reader.positive("shared_intermediate_size", 1024), reader.string("hidden_act", "silu")
-    inner, top_k = reader.positive("intermediate_size"), reader.count("num_experts_per_tok", 2)
-    if reader.count("num_local_experts", 8) == 0:
-        return d.GatedMLPConfig(size, activation)
-    return d.MoEConfig(reader.positive("num_local_experts", 8), top_k, inner, activation, shared_size=size)
+    reader.ignore("intermediate_size", "num_experts_per_tok")
+    return d.GatedMLPConfig(size, reader.string("hidden_act", "silu"))
 
 
 class GraniteMoeSharedForCausalLM(GraniteMoeHybridForCausalLM):
@@ -113,5 +107,4 @@ class GraniteMoeSharedForCausalLM(GraniteMoeHybridForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        d.ignore_training(reader)
         return _decoder(reader, _experts(reader, reader.count("shared_intermediate_size", 0) or None))

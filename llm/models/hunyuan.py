@@ -116,30 +116,28 @@ class HYV3ForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        d.ignore_training(reader)
         reader.ignore("enable_moe_fp32_combine")  # everything is added in float32
-        rope, norm = reader.rope(11_158_840.0), d.read_rms_norm(reader, 1e-5)
-        heads = d.read_heads(reader, default_kv_heads=8, default_size=128)
-        attention = d.read_attention(reader, rope, heads, qk_norm=norm)
-        mlp_bias = reader.boolean("mlp_bias", False)
-        activation, inner = reader.string("hidden_act", "silu"), reader.positive("moe_intermediate_size", 1536)
-        dense = d.GatedMLPConfig(reader.positive("intermediate_size"), activation, mlp_bias)
-        sparse = d.MoEConfig(
-            reader.positive("num_experts", 192),
-            reader.positive("num_experts_per_tok", 8),
-            inner,
-            activation,
+        heads, norm = d.read_heads(reader, default_kv_heads=8, default_size=128), d.read_rms_norm(reader, 1e-5)
+        bias, inner = reader.boolean("mlp_bias", False), reader.positive("moe_intermediate_size", 1536)
+        dense = d.read_gated_mlp(reader, bias=bias)
+        sparse = d.read_experts(
+            reader,
+            count=192,
+            top_k=8,
+            size=1536,
             scoring="sigmoid",
             correction_bias=True,
             routed_scaling_factor=reader.number("router_scaling_factor", 2.826),
             shared_size=inner * reader.positive("num_shared_experts", 1),
-            shared_bias=mlp_bias,
+            shared_bias=bias,
         )
-        layers = [
-            d.LayerConfig(attention=attention, mlp=sparse if is_sparse else dense, norms=d.PreNorms(norm))
-            for is_sparse in d.layers_with_experts(reader, 1)
-        ]
-        return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, rope, 131_072))
+        return d.uniform_decoder(
+            reader,
+            d.read_attention(reader, reader.rope(11_158_840.0), heads, qk_norm=norm),
+            norm,
+            mlp=[sparse if is_sparse else dense for is_sparse in d.layers_with_experts(reader, 1)],
+            positions=131_072,
+        )
 
 
 # Of multi-token prediction and of other models of the same code.
@@ -160,16 +158,17 @@ class MiniMaxM2ForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        d.ignore_training(reader)
         _expect_published(reader)
         heads, norm = d.read_heads(reader, default_kv_heads=8, default_size=128), d.read_rms_norm(reader)
         rope = reader.rope(5_000_000.0, default_share=reader.positive("rotary_dim", heads.size) / heads.size)
         attention = d.AttentionConfig(heads, rope, qk_norm=norm, qk_norm_over="all heads")
-        mlp = d.MoEConfig(
-            reader.positive("num_local_experts", 256),
-            reader.positive("num_experts_per_tok", 8),
-            reader.positive("intermediate_size", 1536),
-            reader.string("hidden_act", "silu"),
+        mlp = d.read_experts(
+            reader,
+            count=256,
+            top_k=8,
+            size=1536,
+            count_key="num_local_experts",
+            size_key="intermediate_size",
             scoring="sigmoid",
             correction_bias=True,
         )

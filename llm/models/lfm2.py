@@ -39,12 +39,9 @@ def _decoder(reader: d.ConfigReader, mlps: list[d.PartConfig]) -> d.DecoderConfi
     attention = d.AttentionConfig(d.read_heads(reader, default_kv_heads=8), rope, qk_norm=norm)
     bias = reader.boolean("conv_bias", False)
     conv = d.ShortConvConfig(reader.positive("hidden_size"), reader.positive("conv_L_cache", 3), bias)
-    layers = [
-        d.LayerConfig(attention=conv if is_conv else attention, mlp=mlp, norms=d.PreNorms(norm))
-        for is_conv, mlp in zip(_convolutions(reader, len(mlps)), mlps, strict=True)
-    ]
+    mixers = [conv if is_conv else attention for is_conv in _convolutions(reader, len(mlps))]
     tied = reader.boolean("tie_embedding", True)
-    return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, rope, 128_000), tied=tied)
+    return d.uniform_decoder(reader, mixers, norm, mlp=mlps, rope=rope, positions=128_000, tied=tied)
 
 
 def _convolutions(reader: d.ConfigReader, count: int) -> list[bool]:

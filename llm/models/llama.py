@@ -68,21 +68,18 @@ class SmolLM3ForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        rope, norm, heads = reader.rope(2_000_000.0), d.read_rms_norm(reader), d.read_heads(reader, default_kv_heads=4)
         count = reader.positive("num_hidden_layers")
         interval = reader.positive("no_rope_layer_interval", 4)
         has_rope = reader.integers("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(count)]
-        mlp = d.read_gated_mlp(reader, bias=reader.boolean("mlp_bias", False))
-
-        def layer(window: int | None, rotates: int) -> d.LayerConfig:
-            attention = d.read_attention(reader, rope if rotates else None, heads, sliding_window=window)
-            return d.LayerConfig(attention=attention, mlp=mlp, norms=d.PreNorms(norm))
-
-        return d.read_decoder(
+        rope, heads = reader.rope(2_000_000.0), d.read_heads(reader, default_kv_heads=4)
+        attention = d.with_windows(d.read_attention(reader, rope, heads), _windows(reader, count, has_rope))
+        return d.uniform_decoder(
             reader,
-            map(layer, _windows(reader, count, has_rope), has_rope),
-            norm,
-            positions=d.longest_sequence(reader, rope, 32768),
+            [part if rotates else replace(part, rope=None) for part, rotates in zip(attention, has_rope, strict=True)],
+            d.read_rms_norm(reader),
+            mlp=d.read_gated_mlp(reader, bias=reader.boolean("mlp_bias", False)),
+            rope=rope,
+            positions=32768,
             tied=True,
         )
 
@@ -327,11 +324,6 @@ class Ernie4_5_MoeForCausalLM(d.DecoderForCausalLM):
         reader.expect("moe_norm_min", 1e-12)
         reader.expect("use_bias", False)
         reader.expect("use_rmsnorm", True)
-        rope, norm, heads = (
-            reader.rope(500_000.0),
-            d.read_rms_norm(reader, 1e-5),
-            d.read_heads(reader, default_kv_heads=4),
-        )
         activation, inner = reader.string("hidden_act", "silu"), reader.positive("moe_intermediate_size", 1536)
         dense = d.GatedMLPConfig(reader.positive("intermediate_size", 12288), activation)
         shared = reader.count("moe_num_shared_experts", 2)
@@ -343,16 +335,13 @@ class Ernie4_5_MoeForCausalLM(d.DecoderForCausalLM):
             correction_bias=reader.boolean("moe_use_aux_free", True),
             shared_size=inner * shared if shared > 0 else None,
         )
-
-        def layer(is_sparse: bool) -> d.LayerConfig:
-            attention = d.AttentionConfig(heads, rope, rope_interleaved=True)
-            return d.LayerConfig(attention=attention, mlp=sparse if is_sparse else dense, norms=d.PreNorms(norm))
-
-        return d.read_decoder(
+        heads = d.read_heads(reader, default_kv_heads=4)
+        return d.uniform_decoder(
             reader,
-            map(layer, _sparse_layers(reader)),
-            norm,
-            positions=d.longest_sequence(reader, rope, 131072),
+            d.AttentionConfig(heads, reader.rope(500_000.0), rope_interleaved=True),
+            d.read_rms_norm(reader, 1e-5),
+            mlp=[sparse if is_sparse else dense for is_sparse in _sparse_layers(reader)],
+            positions=131072,
             tied=True,
         )
 

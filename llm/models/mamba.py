@@ -145,15 +145,8 @@ class BambaForCausalLM(d.DecoderForCausalLM):
             reader.boolean("mlp_bias", False),
         )
         attends = set(reader.integers("attn_layer_indices") or ())
-        return d.read_decoder(
-            reader,
-            [
-                d.LayerConfig(attention=attention if index in attends else mamba, mlp=mlp, norms=d.PreNorms(norm))
-                for index in range(reader.positive("num_hidden_layers"))
-            ],
-            norm,
-            positions=d.longest_sequence(reader, rope, 262_144),
-        )
+        mixers = [attention if index in attends else mamba for index in range(reader.positive("num_hidden_layers"))]
+        return d.uniform_decoder(reader, mixers, norm, mlp=mlp, rope=rope, positions=262_144)
 
 
 class JambaForCausalLM(d.DecoderForCausalLM):
@@ -176,22 +169,19 @@ class JambaForCausalLM(d.DecoderForCausalLM):
         plain = d.GatedMLPConfig(size, activation)
         top_k, experts = reader.positive("num_experts_per_tok", 2), reader.positive("num_experts", 16)
         mixture = plain if experts == 1 else d.MoEConfig(experts, top_k, size, activation, renormalize=False)
-        count = reader.positive("num_hidden_layers")
-        attends, mixes = _every(reader, "attn", 8, 4), _every(reader, "expert", 2, 1)
-        layers = [
-            d.LayerConfig(
-                attention=attention if index % attends[0] == attends[1] else mamba,
-                mlp=mixture if index % mixes[0] == mixes[1] else plain,
-                norms=d.PreNorms(norm),
-            )
-            for index in range(count)
-        ]
-        return d.read_decoder(reader, layers, norm, positions=reader.positive("max_position_embeddings", 262_144))
+        return d.uniform_decoder(
+            reader,
+            [attention if attends else mamba for attends in _every(reader, "attn", 8, 4)],
+            norm,
+            mlp=[mixture if mixes else plain for mixes in _every(reader, "expert", 2, 1)],
+            positions=262_144,
+        )
 
 
-def _every(reader: d.ConfigReader, name: str, period: int, offset: int) -> tuple[int, int]:
-    """Of layers that are the same: every how many, and the first."""
-    return reader.positive(f"{name}_layer_period", period), reader.count(f"{name}_layer_offset", offset)
+def _every(reader: d.ConfigReader, name: str, period: int, offset: int) -> list[bool]:
+    """Whether each layer is one of those that come once in a period; `period` and `offset` are defaults."""
+    period, offset = reader.positive(f"{name}_layer_period", period), reader.count(f"{name}_layer_offset", offset)
+    return [index % period == offset for index in range(reader.positive("num_hidden_layers"))]
 
 
 def _read_jamba_mamba(reader: d.ConfigReader, norm: d.NormConfig) -> d.MambaConfig:

@@ -19,15 +19,10 @@ class MinistralForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        rope, norm, heads = reader.rope(), d.read_rms_norm(reader), d.read_heads(reader, default_kv_heads=8)
-        mlp = d.read_gated_mlp(reader)
         count, window = reader.positive("num_hidden_layers"), reader.optional_positive("sliding_window", 4096)
         windows = d.layer_windows(reader, count, window, [window is not None] * count)
-        layers = [
-            d.LayerConfig(attention=d.AttentionConfig(heads, rope, size), mlp=mlp, norms=d.PreNorms(norm))
-            for size in windows
-        ]
-        return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, rope, 131072))
+        attention = d.AttentionConfig(d.read_heads(reader, default_kv_heads=8), reader.rope())
+        return d.uniform_decoder(reader, d.with_windows(attention, windows), d.read_rms_norm(reader), positions=131072)
 
 
 class Ministral3ForCausalLM(d.DecoderForCausalLM):
@@ -57,14 +52,8 @@ class MixtralForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        d.ignore_training(reader)
         heads, window = d.read_heads(reader, default_kv_heads=8), reader.optional_positive("sliding_window")
-        mlp = d.MoEConfig(
-            reader.positive("num_local_experts", 8),
-            reader.positive("num_experts_per_tok", 2),
-            reader.positive("intermediate_size"),
-            reader.string("hidden_act", "silu"),
-        )
+        mlp = d.read_experts(reader, 8, 2, count_key="num_local_experts", size_key="intermediate_size")
         attention, norm = d.AttentionConfig(heads, reader.rope(1e6), window), d.read_rms_norm(reader, 1e-5)
         return d.uniform_decoder(reader, attention, norm, mlp=mlp, positions=131_072)
 

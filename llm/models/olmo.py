@@ -36,16 +36,11 @@ class Olmo3ForCausalLM(d.DecoderForCausalLM):
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         norm, (full, sliding) = d.read_rms_norm(reader, 1e-5), _ropes(reader)
         attention = d.read_attention(reader, full, qk_norm=norm, qk_norm_over="all heads")
-        mlp, norms = d.read_gated_mlp(reader), d.PostNorms(norm)
-        layers = [
-            d.LayerConfig(
-                attention=attention if size is None else replace(attention, rope=sliding, sliding_window=size),
-                mlp=mlp,
-                norms=norms,
-            )
+        parts = [
+            attention if size is None else replace(attention, rope=sliding, sliding_window=size)
             for size in d.windows_by_pattern(reader, 4096, 4)
         ]
-        return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, full))
+        return d.uniform_decoder(reader, parts, norm, norms=d.PostNorms(norm), rope=full)
 
 
 def _ropes(reader: d.ConfigReader) -> tuple[d.RopeParameters, d.RopeParameters]:
@@ -82,14 +77,8 @@ def _with_experts(
     reader: d.ConfigReader, rope: d.RopeParameters, norm: d.NormConfig, norms: d.Norms, count: int, best: int
 ) -> d.DecoderConfig:
     """OLMo 2's attention and experts; `count` and `best` of them are defaults."""
-    d.ignore_training(reader)
-    mlp = d.MoEConfig(
-        reader.positive("num_experts", count),
-        reader.positive("num_experts_per_tok", best),
-        reader.positive("intermediate_size"),
-        reader.string("hidden_act", "silu"),
-        renormalize=reader.boolean("norm_topk_prob", False),
-    )
+    renormalize = reader.boolean("norm_topk_prob", False)
+    mlp = d.read_experts(reader, count, best, size_key="intermediate_size", renormalize=renormalize)
     attention = d.read_attention(reader, rope, qk_norm=norm, qk_norm_over="all heads")
     return d.uniform_decoder(reader, attention, norm, mlp=mlp, norms=norms, positions=4096)
 

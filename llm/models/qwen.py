@@ -1,5 +1,7 @@
 """Qwen 1.5 to 3, and Mellum 2, which is Qwen 3 with windows."""
 
+from dataclasses import replace
+
 from llm.models import decoder as d
 from llm.models.text_part import TextPart, read_text_part
 
@@ -9,22 +11,12 @@ class Qwen2ForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        rope, norm, heads = reader.rope(), d.read_rms_norm(reader), d.read_heads(reader, default_kv_heads=32)
-        mlp = d.read_gated_mlp(reader)
-        return d.read_decoder(
-            reader,
-            [
-                d.LayerConfig(
-                    attention=d.AttentionConfig(heads, rope, window, qkv_bias=True), mlp=mlp, norms=d.PreNorms(norm)
-                )
-                for window in qwen_windows(reader)
-            ],
-            norm,
-            positions=d.longest_sequence(reader, rope, 32768),
-        )
+        attention = d.AttentionConfig(d.read_heads(reader, default_kv_heads=32), reader.rope(), qkv_bias=True)
+        windows = _later_windows(reader)
+        return d.uniform_decoder(reader, d.with_windows(attention, windows), d.read_rms_norm(reader), positions=32768)
 
 
-def qwen_windows(reader: d.ConfigReader) -> list[int | None]:
+def _later_windows(reader: d.ConfigReader) -> list[int | None]:
     """The sliding window of each layer: with `use_sliding_window`, layers from `max_window_layers` on have one."""
     count = reader.positive("num_hidden_layers")
     window = reader.optional_positive("sliding_window", 4096)
@@ -41,36 +33,28 @@ class Qwen2MoeForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        d.ignore_training(reader)
-        rope, norm = reader.rope(), d.read_rms_norm(reader)
         heads, bias = d.read_heads(reader, default_kv_heads=16), reader.boolean("qkv_bias", True)
-        activation = reader.string("hidden_act", "silu")
-        dense = d.GatedMLPConfig(reader.positive("intermediate_size", 5632), activation)
-        sparse = d.MoEConfig(
-            reader.positive("num_experts", 60),
-            reader.positive("num_experts_per_tok", 4),
-            reader.positive("moe_intermediate_size", 1408),
-            activation,
+        attention = d.AttentionConfig(heads, reader.rope(), qkv_bias=bias)
+        dense = d.GatedMLPConfig(reader.positive("intermediate_size", 5632), reader.string("hidden_act", "silu"))
+        sparse = d.read_experts(
+            reader,
+            count=60,
+            top_k=4,
+            size=1408,
             renormalize=reader.boolean("norm_topk_prob", False),
             shared_size=reader.positive("shared_expert_intermediate_size", 5632),
             shared_gate=True,
         )
-
-        def layer(window: int | None, is_sparse: bool) -> d.LayerConfig:
-            mlp: d.PartConfig = sparse if is_sparse else dense
-            return d.LayerConfig(
-                attention=d.AttentionConfig(heads, rope, window, qkv_bias=bias), mlp=mlp, norms=d.PreNorms(norm)
-            )
-
-        return d.read_decoder(
+        return d.uniform_decoder(
             reader,
-            map(layer, _windows(reader), d.sparse_layers(reader)),
-            norm,
-            positions=d.longest_sequence(reader, rope, 32768),
+            d.with_windows(attention, _alternating_windows(reader)),
+            d.read_rms_norm(reader),
+            mlp=[sparse if is_sparse else dense for is_sparse in d.sparse_layers(reader)],
+            positions=32768,
         )
 
 
-def _windows(reader: d.ConfigReader) -> list[int | None]:
+def _alternating_windows(reader: d.ConfigReader) -> list[int | None]:
     """Of each layer: with `use_sliding_window` every second one before `max_window_layers` has one."""
     count = reader.positive("num_hidden_layers")
     window = reader.optional_integer("sliding_window", 4096)  # 0: switched off
@@ -115,16 +99,9 @@ class Qwen3ForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        rope, norm = reader.rope(), d.read_rms_norm(reader)
-        heads, mlp = d.read_heads(reader, default_kv_heads=32, default_size=128), d.read_gated_mlp(reader)
-
-        def layer(window: int | None) -> d.LayerConfig:
-            attention = d.read_attention(reader, rope, heads, sliding_window=window, qk_norm=norm)
-            return d.LayerConfig(attention=attention, mlp=mlp, norms=d.PreNorms(norm))
-
-        return d.read_decoder(
-            reader, map(layer, qwen_windows(reader)), norm, positions=d.longest_sequence(reader, rope, 32768)
-        )
+        heads, norm = d.read_heads(reader, default_kv_heads=32, default_size=128), d.read_rms_norm(reader)
+        attention = d.read_attention(reader, reader.rope(), heads, qk_norm=norm)
+        return d.uniform_decoder(reader, d.with_windows(attention, _later_windows(reader)), norm, positions=32768)
 
 
 class Qwen3MoeForCausalLM(d.DecoderForCausalLM):
@@ -132,29 +109,20 @@ class Qwen3MoeForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        d.ignore_training(reader)
-        rope, norm = reader.rope(), d.read_rms_norm(reader)
+        reader = reader.renamed({"num_local_experts": "num_experts"})
         # transformers gives every layer a window or none.
         window = reader.optional_positive("sliding_window", 4096)
         window = window if reader.boolean("use_sliding_window", False) else None
         reader.integer("max_window_layers", 0)
-        heads = d.read_heads(reader, default_kv_heads=4)
-        attention = d.read_attention(reader, rope, heads, sliding_window=window, qk_norm=norm)
-        activation = reader.string("hidden_act", "silu")
-        dense = d.GatedMLPConfig(reader.positive("intermediate_size", 6144), activation)
-        sparse = d.MoEConfig(
-            reader.positive("num_experts", reader.positive("num_local_experts", 128)),
-            reader.positive("num_experts_per_tok", 8),
-            reader.positive("moe_intermediate_size", 768),
-            activation,
-            renormalize=reader.boolean("norm_topk_prob", False),
-        )
-
-        def layer(is_sparse: bool) -> d.LayerConfig:
-            return d.LayerConfig(attention=attention, mlp=sparse if is_sparse else dense, norms=d.PreNorms(norm))
-
-        return d.read_decoder(
-            reader, map(layer, d.sparse_layers(reader)), norm, positions=d.longest_sequence(reader, rope, 32768)
+        heads, norm = d.read_heads(reader, default_kv_heads=4), d.read_rms_norm(reader)
+        dense = d.GatedMLPConfig(reader.positive("intermediate_size", 6144), reader.string("hidden_act", "silu"))
+        sparse = d.read_experts(reader, 128, 8, 768, renormalize=reader.boolean("norm_topk_prob", False))
+        return d.uniform_decoder(
+            reader,
+            d.read_attention(reader, reader.rope(), heads, sliding_window=window, qk_norm=norm),
+            norm,
+            mlp=[sparse if is_sparse else dense for is_sparse in d.sparse_layers(reader)],
+            positions=32768,
         )
 
 
@@ -174,26 +142,20 @@ class MellumForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        d.ignore_training(reader)
+        reader = reader.renamed({"num_local_experts": "num_experts"})
         reader.ignore("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
         full, sliding = reader.rope(500_000.0, "full_attention"), reader.rope(10_000.0, "sliding_attention")
-        norm, activation = d.read_rms_norm(reader), reader.string("hidden_act", "silu")
-        heads = d.read_heads(reader, default_kv_heads=4, default_size=128)
         count, window = reader.positive("num_hidden_layers"), reader.optional_positive("sliding_window", 1024)
-        dense = d.GatedMLPConfig(reader.positive("intermediate_size", 7168), activation)
-        sparse = d.MoEConfig(
-            reader.positive("num_experts", reader.positive("num_local_experts", 64)),
-            reader.positive("num_experts_per_tok", 8),
-            reader.positive("moe_intermediate_size", 896),
-            activation,
-            renormalize=reader.boolean("norm_topk_prob", True),
-        )
-
-        def layer(size: int | None, is_sparse: bool) -> d.LayerConfig:
-            rope = sliding if size else full
-            attention = d.read_attention(reader, rope, heads, sliding_window=size, qk_norm=norm)
-            return d.LayerConfig(attention=attention, mlp=sparse if is_sparse else dense, norms=d.PreNorms(norm))
-
         windows = d.layer_windows(reader, count, window, [False] * count)
-        layers = map(layer, windows, d.layers_with_experts(reader, 0))
-        return d.read_decoder(reader, layers, norm, positions=d.longest_sequence(reader, full, 131_072))
+        heads, norm = d.read_heads(reader, default_kv_heads=4, default_size=128), d.read_rms_norm(reader)
+        attention = d.read_attention(reader, full, heads, qk_norm=norm)
+        dense = d.GatedMLPConfig(reader.positive("intermediate_size", 7168), reader.string("hidden_act", "silu"))
+        sparse = d.read_experts(reader, 64, 8, 896, renormalize=reader.boolean("norm_topk_prob", True))
+        return d.uniform_decoder(
+            reader,
+            [replace(attention, rope=sliding if size else full, sliding_window=size) for size in windows],
+            norm,
+            mlp=[sparse if is_sparse else dense for is_sparse in d.layers_with_experts(reader, 0)],
+            rope=full,
+            positions=131_072,
+        )

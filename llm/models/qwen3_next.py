@@ -32,12 +32,11 @@ class Qwen3NextForCausalLM(d.DecoderForCausalLM):
 
 def _experts(reader: d.ConfigReader, count: int = 512, best: int = 10) -> d.MoEConfig:
     """Qwen's, with a shared expert that has a gate; `count` and `best` are defaults."""
-    d.ignore_training(reader)
-    return d.MoEConfig(
-        reader.positive("num_experts", count),
-        reader.positive("num_experts_per_tok", best),
-        reader.positive("moe_intermediate_size", 512),
-        reader.string("hidden_act", "silu"),
+    return d.read_experts(
+        reader,
+        count=count,
+        top_k=best,
+        size=512,
         renormalize=reader.boolean("norm_topk_prob", True),
         shared_size=reader.positive("shared_expert_intermediate_size", 512),
         shared_gate=True,
@@ -65,16 +64,14 @@ def _qwen_hybrid(reader: d.ConfigReader, kind: str, mlps: list[d.PartConfig], kv
         reader.positive("linear_value_head_dim", 128),
     )
     linear = d.GatedDeltaConfig(kind, sizes, reader.positive("linear_conv_kernel_dim", 4), norm.eps)
-    layers = [
-        d.LayerConfig(attention=attention if attends else linear, mlp=mlp, norms=d.PreNorms(norm))
-        for attends, mlp in zip(d.attending_layers(reader, len(mlps)), mlps, strict=True)
-    ]
     predicting = d.LayerConfig(attention=attention, mlp=mlps[0], norms=d.PreNorms(norm))
-    return d.read_decoder(
+    return d.uniform_decoder(
         reader,
-        layers,
+        [attention if attends else linear for attends in d.attending_layers(reader, len(mlps))],
         norm,
-        positions=d.longest_sequence(reader, rope, 32768),
+        mlp=mlps,
+        rope=rope,
+        positions=32768,
         multi_token=d.MultiTokenConfig(predicting, norm, "mtp", False),
     )
 

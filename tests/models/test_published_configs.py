@@ -315,3 +315,22 @@ def test_the_choice_of_longropes_factors_is_stated(tmp_path: Path, max_model_len
     arguments: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "hf_overrides": _small(config)}
     with LLM(tmp_path, max_model_len=max_model_len, **arguments) as llm:
         assert note in str(llm.config)
+
+
+def test_keys_are_read_by_other_names_and_blamed_by_their_own() -> None:
+    names = {"n_embd": "hidden_size", "d_model": "hidden_size", "n_layer": "num_hidden_layers"}
+    reader = ConfigReader({"n_embd": 8, "d_model": 8, "n_layer": -1, "stranger": 1}).renamed(names)
+    assert reader.positive("hidden_size") == 8
+    with pytest.raises(UnsupportedModelError, match=r"n_layer is -1, must be an integer"):
+        reader.positive("num_hidden_layers")
+    with pytest.raises(UnsupportedModelError, match="not understood: 'stranger'"):
+        reader.finish()
+    with pytest.raises(UnsupportedModelError, match="not understood: 'd_model', 'n_layer'"):
+        ConfigReader({"d_model": 8, "n_layer": 1}).renamed(names).finish()
+    with pytest.raises(UnsupportedModelError, match="has no n_layer"):
+        ConfigReader({"n_embd": 8}).renamed(names).positive("num_hidden_layers")
+    with pytest.raises(UnsupportedModelError, match="d_model is 9, must be 8, as hidden_size is"):
+        ConfigReader({"n_embd": 8, "d_model": 9}).renamed(names)
+    seen = ConfigReader({"n_ctx": 1, "n_embd": 8})
+    seen.ignore("n_ctx", "n_embd")
+    seen.renamed(names).finish()

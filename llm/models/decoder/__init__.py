@@ -24,6 +24,7 @@ from llm.models.decoder.config import (
     read_rms_norm,
     uniform_decoder,
     windows_by_pattern,
+    with_windows,
 )
 from llm.models.decoder.latent import LatentAttentionConfig, read_latent_attention
 from llm.models.decoder.layer import (
@@ -52,6 +53,7 @@ from llm.models.decoder.moe import (
     gate_and_up,
     ignore_training,
     layers_with_experts,
+    read_experts,
     sparse_layers,
 )
 from llm.models.decoder.multi_token import MultiTokenConfig
@@ -137,6 +139,7 @@ __all__ = [
     "read_activation",
     "read_attention",
     "read_decoder",
+    "read_experts",
     "read_gated_mlp",
     "read_heads",
     "read_latent_attention",
@@ -151,4 +154,5 @@ __all__ = [
     "sparse_layers",
     "uniform_decoder",
     "windows_by_pattern",
+    "with_windows",
 ]

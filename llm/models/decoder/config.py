@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -174,25 +174,34 @@ def read_decoder(
 
 def uniform_decoder(
     reader: ConfigReader,
-    attention: AttentionConfig,
+    attention: PartConfig | Sequence[PartConfig],
     norm: NormConfig,
     *,
-    mlp: PartConfig | None = None,
+    mlp: PartConfig | Sequence[PartConfig] | None = None,
     norms: Norms | None = None,
+    rope: RopeParameters | None = None,
     positions: int = 2048,
     **more: Any,
 ) -> DecoderConfig:
-    """One layer over and over, as Llama; the last thing that a family reads.
+    """Layers of one form, as Llama's; the last thing that a family reads.
 
     Args:
-        mlp: None: gated, without biases.
+        attention, mlp: one for all layers, or a list of one each; `mlp` None: gated, without biases.
         norms: None: `norm` before each part.
+        rope: whose scaling the longest sequence includes; None: the first layer's.
         positions: what a missing `max_position_embeddings` means.
         more: as of `read_decoder`.
     """
-    layer = LayerConfig(attention=attention, mlp=mlp or read_gated_mlp(reader), norms=norms or PreNorms(norm))
-    longest = longest_sequence(reader, attention.rope or RopeParameters(), positions)
-    return read_decoder(reader, layer, norm, positions=longest, **more)
+    mlp = read_gated_mlp(reader) if mlp is None else mlp
+    count = next((len(parts) for parts in (attention, mlp) if not isinstance(parts, PartConfig)), None)
+    count = reader.positive("num_hidden_layers") if count is None else count
+    attentions, mlps = ([parts] * count if isinstance(parts, PartConfig) else parts for parts in (attention, mlp))
+    layers = [
+        LayerConfig(attention=one, mlp=other, norms=norms or PreNorms(norm))
+        for one, other in zip(attentions, mlps, strict=True)
+    ]
+    longest = longest_sequence(reader, rope or attentions[0].rope or RopeParameters(), positions)
+    return read_decoder(reader, layers, norm, positions=longest, **more)
 
 
 def longest_sequence(reader: ConfigReader, rope: RopeParameters, default: int = 2048) -> int:
@@ -217,6 +226,11 @@ def layer_windows(reader: ConfigReader, count: int, window: int | None, default:
     if any(sliding) and window is None:
         raise reader.error("sliding_window", None, "an integer, for layers of sliding_attention")
     return [window if slides else None for slides in sliding]
+
+
+def with_windows(attention: AttentionConfig, windows: Iterable[int | None]) -> list[AttentionConfig]:
+    """The attention of each layer, from the sliding window of each."""
+    return [replace(attention, sliding_window=window) for window in windows]
 
 
 def windows_by_pattern(reader: ConfigReader, default: int, pattern: int) -> list[int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -197,6 +198,32 @@ W1_W2_W3 = (
     ("model.layers.*.block_sparse_moe.experts.*.w3", "model.layers.*.mlp.experts.*.up_proj"),
     ("model.layers.*.block_sparse_moe", "model.layers.*.mlp"),
 )
+
+
+def read_experts(
+    reader: ConfigReader,
+    count: int,
+    top_k: int,
+    size: int | None = None,
+    *,
+    count_key: str = "num_experts",
+    size_key: str = "moe_intermediate_size",
+    **more: Any,
+) -> MoEConfig:
+    """Experts from the keys that most families have, and the keys of their training, which are passed over.
+
+    Args:
+        count, top_k, size: what missing keys mean; a `size` of None: it is not missing.
+        more: further fields.
+    """
+    ignore_training(reader)
+    return MoEConfig(
+        reader.positive(count_key, count),
+        reader.positive("num_experts_per_tok", top_k),
+        reader.positive(size_key) if size is None else reader.positive(size_key, size),
+        reader.string("hidden_act", "silu"),
+        **more,
+    )
 
 
 def ignore_training(reader: ConfigReader) -> None:
