@@ -243,14 +243,15 @@ def _planned(model: str | Path, engine: JsonObject, share: float) -> JsonObject:
     if share >= 1.0 or engine.get("kv_cache_memory_bytes") is not None or engine.get("offload_weights"):
         return engine
     plan = LLM.plan(model, **engine)
+    ranks = _ranks(engine)
+    weights = sum(plan.bytes_by_rank) or plan.weight_bytes
     room = int(select_platform(str(engine.get("device", "auto")))[0].memory_total() * _MEMORY_OF_WORKERS * share)
-    if room <= plan.weight_bytes:
+    if room <= weights:
         raise OutOfMemoryError(
-            f"a worker's share of this machine's memory is {room} bytes, and the weights take {plan.weight_bytes}; use "
+            f"a worker's share of this machine's memory is {room} bytes, and the weights take {weights}; use "
             "fewer workers per machine, or quantization= to make them smaller."
         )
-    caches = min(plan.kv_cache_bytes, (room - plan.weight_bytes) // 2)  # of all ranks
-    return {**engine, "kv_cache_memory_bytes": max(1, caches // _ranks(engine))}
+    return {**engine, "kv_cache_memory_bytes": max(1, min(plan.kv_cache_bytes, (room - weights) // 2 // ranks))}
 
 
 def _rows_of(batch: Batch) -> list[JsonObject]:

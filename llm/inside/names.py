@@ -56,7 +56,8 @@ class Site:
     Attributes:
         shape: of one position's activation; -1: as many as there are positions up to the last that is captured.
         dtype: "float32" or "int64".
-        can_change: interventions may be there; False: it is only read.
+        can_capture, can_change: what may be done there, and `note`, why not.
+        in_parts: of several ranks, each has some of its numbers.
         module: the dotted path of the module in the model.
         scoring: of a pattern, which is computed from queries and keys by its definition; None: it is read as it is.
     """
@@ -65,6 +66,9 @@ class Site:
     shape: tuple[int, ...]
     dtype: str = "float32"
     can_change: bool = True
+    can_capture: bool = True
+    note: str = ""
+    in_parts: bool = False
     module: str = ""
     scoring: Scoring | None = None
 

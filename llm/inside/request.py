@@ -147,6 +147,8 @@ def resolve(extra_args: Mapping[str, object], sites: Mapping[str, Site]) -> Insi
                 raise ValidationError(
                     f"{name} is captured twice; name it in one Capture.", parameter=CAPTURE, value=name
                 )
+            if not sites[name].can_capture:
+                raise ValidationError(f"{name} cannot be captured: {sites[name].note}.", parameter=CAPTURE, value=name)
             for head in capture.heads or ():
                 check_integer("heads", head, 0, sites[name].shape[0] - 1)
             captures[name] = capture
@@ -155,7 +157,10 @@ def resolve(extra_args: Mapping[str, object], sites: Mapping[str, Site]) -> Insi
     for intervention in _interventions(extra_args.get(INTERVENTIONS)):
         for name in matching(intervention.sites, sites):
             if not sites[name].can_change:
-                raise ValidationError(f"{name} can be captured and not changed.", parameter=INTERVENTIONS, value=name)
+                why = f": {note}" if (note := sites[name].note) else ""
+                raise ValidationError(
+                    f"{name} can be captured and not changed{why}.", parameter=INTERVENTIONS, value=name
+                )
             changes.setdefault(name, []).append((intervention.positions, intervention.change))
     own = {name: site for name, site in sites.items() if name in {**captures, **reads, **changes}}
     return InsideRequest(captures, reads, changes, own)

@@ -250,19 +250,28 @@ def _of_attention(module: nn.Module, name: str, path: str, hidden: int, cache_dt
         heads = module.num_heads, module.v_head_dim
         own = module.attn
         width, where = own.latent_size + own.rope_size, f"{path}.attn"
-        yield TwoInputsOf(Site(f"{name}.query", (own.num_heads, width), module=where), own)
+        yield TwoInputsOf(Site(f"{name}.query", (own.num_heads, width), in_parts=True, module=where), own)
         yield TwoInputsOf(Site(f"{name}.key", (1, width), module=where), own, 2)
         scoring = Scoring(1, own.scale, None, None, None, None, None, _kept_as(cache_dtype))
-        yield Hook(Site(f"{name}.pattern", (own.num_heads, -1), can_change=False, module=where, scoring=scoring), own)
+        yield Hook(
+            Site(
+                f"{name}.pattern", (own.num_heads, -1), can_change=False, in_parts=True, module=where, scoring=scoring
+            ),
+            own,
+        )
     elif isinstance(attention, Attention):
         heads = attention.num_heads, attention.head_size
         if hasattr(module, "qkv_proj"):  # a layer that reads another's cache does not call it
             kv_heads = attention.num_kv_heads, attention.head_size
             for place, (part, shape) in enumerate((("query", heads), ("key", kv_heads), ("value", kv_heads))):
-                yield InputOf(Site(f"{name}.{part}", shape, module=f"{path}.attn"), attention, place, part)
+                yield InputOf(
+                    Site(f"{name}.{part}", shape, in_parts=True, module=f"{path}.attn"), attention, place, part
+                )
             yield Hook(_pattern(attention, f"{name}.pattern", f"{path}.attn", cache_dtype), attention)
     if heads is not None and hasattr(module, "o_proj"):
-        yield InputOf(Site(f"{name}.heads", heads, module=f"{path}.o_proj"), module.get_submodule("o_proj"))
+        yield InputOf(
+            Site(f"{name}.heads", heads, in_parts=True, module=f"{path}.o_proj"), module.get_submodule("o_proj")
+        )
     yield OutputOf(Site(f"{name}.output", (hidden,), module=path), module)
 
 
@@ -276,7 +285,7 @@ def _pattern(attention: Attention, name: str, path: str, cache_dtype: torch.dtyp
         *(params.num_kv_heads, params.scale, params.sliding_window, params.soft_cap, params.attention_chunk),
         *(sinks, slopes, _kept_as(cache_dtype)),
     )
-    return Site(name, (attention.num_heads, -1), can_change=False, module=path, scoring=scoring)
+    return Site(name, (attention.num_heads, -1), can_change=False, in_parts=True, module=path, scoring=scoring)
 
 
 def _kept_as(cache_dtype: torch.dtype) -> str:
@@ -299,7 +308,7 @@ def _of_mlp(module: nn.Module, name: str, path: str, hidden: int) -> Iterator[Ho
     down = getattr(module, "down_proj", None)
     if isinstance(down, nn.Module):
         size: int = down.input_size  # type: ignore[assignment]
-        yield InputOf(Site(f"{name}.activation", (size,), module=f"{path}.down_proj"), down)
+        yield InputOf(Site(f"{name}.activation", (size,), in_parts=True, module=f"{path}.down_proj"), down)
     yield OutputOf(Site(f"{name}.output", (hidden,), module=path), module)
 
 

@@ -314,13 +314,10 @@ class ModelRunner:
         """The places where activations can be read or changed, in the order of computing.
 
         Raises:
-            ValidationError: several ranks have a part of the model each, or it generates nothing.
+            ValidationError: it generates nothing.
         """
-        if self.plan.tp_size > 1 or self.plan.pooling is not None:
-            raise ValidationError(
-                "the inside of a model is open where it generates text, in one process (tensor_parallel_size=1).",
-                parameter="capture",
-            )
+        if self.plan.pooling is not None:
+            raise ValidationError("the inside of a model is open where it generates text.", parameter="capture")
         return self.inside.sites()
 
     def cost(self) -> ModelCost:
@@ -692,6 +689,7 @@ class ModelRunner:
             compute_logits=self.compute_logits if records_head else None,
             vocab_size=self._vocab_size,
             rolls_back=all_roll_back(self.plan.kv_cache_specs),
+            repeats=self.tp.size == 1,
         )
 
     # --- Parts of a step. ---

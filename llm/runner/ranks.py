@@ -25,6 +25,7 @@ from llm.engine.step import Adapter, SchedulerOutput
 from llm.errors import LLMError, RankError, ValidationError
 from llm.forward import AttentionMetadata, ForwardBatch, ImageTokens, RecurrentMetadata, StateNumbers
 from llm.inputs import LoRARequest
+from llm.inside.names import FINAL, Site
 from llm.layers.parallel import Communicator, TensorParallel
 from llm.loading.source import ModelSource
 from llm.platforms.interface import Platform
@@ -211,6 +212,20 @@ class LeadRunner(ModelRunner):
     def layer_noise(self, captured: Captured) -> dict[str, tuple[float, float]]:
         _refuse("the report of outputs", "each rank has a part of them")
 
+    def sites(self) -> dict[str, Site]:
+        """Those of which rank 0 has all can be captured; behind the layers it is alone, and can change them too."""
+        found = {}
+        for name, site in super().sites().items():
+            if site.in_parts:
+                note = "with tensor_parallel_size each rank has a part of it"
+                site = replace(site, can_capture=False, can_change=False, note=note)
+            elif name != FINAL and site.can_change:
+                site = replace(
+                    site, can_change=False, note="with tensor_parallel_size only rank 0 would have the change"
+                )
+            found[name] = site
+        return found
+
     def cache_parts(self) -> list[CachePart]:
         _refuse("a prompt cache on disk", "each rank has a part of the keys and values")
 
@@ -263,8 +278,6 @@ def _described(batch: ForwardBatch) -> dict[str, object]:
     """A batch as plain data; states that share their metadata share it on the other side too."""
     if batch.inputs_embeds is not None or batch.extensions:
         _refuse("a step with embeddings or of a platform's own form", "they are not sent to other processes")
-    if batch.inside is not None:
-        _refuse("what looks inside the model", "each rank has a part of its activations")
     known: dict[int, int] = {}
     groups: list[dict[str, object]] = []
     for metadata in batch.metadata:

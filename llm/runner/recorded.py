@@ -66,6 +66,7 @@ class RecordedSteps:
         compute_logits: float32 [L, H] -> float32 [L, vocab_size]; None: there are no `scores`.
         rolls_back: no recurrent state sees a rejected draft; if False, steps of any size are not recorded where there
             are such states.
+        repeats: a step may be computed twice, to record it and then to look into its replay.
         parts: the layers of the model. Where something looks inside the model (`ForwardBatch.inside`), a replay stops
             at the layers that are concerned: one that is looked at within is computed, and what one takes and gives is
             read and changed between replays.
@@ -85,6 +86,7 @@ class RecordedSteps:
         compute_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
         vocab_size: int = 0,
         rolls_back: bool = True,
+        repeats: bool = True,
         parts: Iterable[nn.Module] = (),
         computing: Callable[[torch.Tensor | None], AbstractContextManager[None]] | None = None,
     ) -> None:
@@ -101,6 +103,7 @@ class RecordedSteps:
         self._compute_logits = compute_logits
         self._vocab_size = vocab_size
         self._rolls_back = rolls_back
+        self._repeats = repeats
         self._steps: dict[_Key, _Step] = {}  # with `tokens_per_row`, the latest used last
         self._any_size: dict[_Key, _Step] = {}
         self._seen: dict[_Key, int] = {}  # how often, of the last kinds of steps, the latest last
@@ -130,7 +133,7 @@ class RecordedSteps:
                 continue
             if batch.inside is None:
                 return self._record(key, batch)
-            if not self._may_repeat(batch):
+            if not self._repeats or not self._may_repeat(batch):
                 continue
             with batch.inside.suspended():
                 self._record(key, batch)

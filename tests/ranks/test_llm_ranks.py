@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from tiny_models import TINY_MODELS, TinyModel, make_prompts, one_thread, reference_model, write_checkpoint
 from workers.test_workers import is_gone
 
-from llm import LLM, RankError, SamplingParams, ValidationError, WorkerDiedError
+from llm import LLM, Capture, Intervention, RankError, SamplingParams, ValidationError, WorkerDiedError
 from llm.errors import CheckpointError
 from llm.inputs import LoRARequest
 from llm.layers.communicators import SharedMemoryCommunicator
@@ -79,6 +79,24 @@ def test_recurrent_states_follow_accepted_drafts_and_shared_prefixes(tmp_path: P
             assert llm.stats().cached_tokens and (size == 1 or 0 < proposer.accepted < proposer.drafted)
             found.append([(item.outputs[0].token_ids, item.outputs[0].logprobs) for item in outputs])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["llama-biases-one-kv-head", "gemma2", "mixtral", "minicpm3", "falcon-h1"])
+def test_activations_that_rank_0_has_whole(name: str, tmp_path: Path) -> None:
+    row = evened(TINY_MODELS[name])
+    write_checkpoint(row, tmp_path)
+    params, found = SamplingParams(temperature=0.7, seed=1, max_tokens=4, logprobs=1), []
+    options = {"skip_tokenizer_init": True, "max_num_batched_tokens": 24, **row.engine}
+    prompts, names = make_prompts(row), []
+    for size in (2, 1):
+        with open_llm(tmp_path, tensor_parallel_size=size, **options) as llm:
+            names = names or [name for name, site in llm.sites().items() if site.can_capture]
+            last = Intervention.scale("norm.output", 0.5)
+            outputs = llm.generate(prompts, params, capture=Capture(names), interventions=last, use_tqdm=False)
+            plain = run(llm, prompts, params)
+        found.append([(item.outputs[0].token_ids, item.outputs[0].logprobs) for item in (*outputs, *plain)])
+        found[-1] += [{name: item.activations[name].tobytes() for name in names} for item in outputs]
+    assert len(names) > 6 and found[0] == found[1]
 
 
 def test_vectors_of_two_ranks(tmp_path: Path) -> None:
@@ -222,8 +240,9 @@ def test_what_one_rank_cannot_do_is_refused(llm: LLM, tmp_path: Path) -> None:
         lambda: llm.save_quantized(tmp_path / "saved"),
         lambda: LLM(tensor_parallel_size=2, calibration=["text"], quantization="w4a16"),
         lambda: LLM(tensor_parallel_size=2, offload_weights=True),
-        lambda: llm.sites(),
-        lambda: llm.generate(PROMPTS, use_tqdm=False, capture="layers.0.output"),
+        lambda: llm.generate(PROMPTS, use_tqdm=False, capture="layers.0.attention.heads"),
+        lambda: llm.generate(PROMPTS, use_tqdm=False, capture="layers.0.mlp.activation"),
+        lambda: llm.generate(PROMPTS, use_tqdm=False, interventions=Intervention.scale("layers.0.output", 2)),
         lambda: llm.sleep(),
         lambda: LLM(tensor_parallel_size=2, speculative_config={"method": "eagle3", "model": "tiny"}),
         lambda: LLM(tensor_parallel_size=2, data_parallel_size=2),
