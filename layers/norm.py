@@ -64,15 +64,10 @@ class RMSNorm(KernelOp):
         self.weight = filled(hidden_size, 1.0, dtype) if has_weight else None
 
     def compute(self, ops: Operations, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
-        weight = self.weight if x.dtype is torch.float32 else None
+        own = self.weight, self.variance_epsilon, self.variance_size_override
         if residual is None:
-            normed = ops.rms_norm(x, weight, self.variance_epsilon, self.variance_size_override)
-            return normed if weight is not None else self._times_weight(normed)
-        normed, total = ops.add_rms_norm(x, residual, weight, self.variance_epsilon, self.variance_size_override)
-        return (normed if weight is not None else self._times_weight(normed)), total
-
-    def _times_weight(self, normed: torch.Tensor) -> torch.Tensor:
-        return normed if self.weight is None else (normed.float() * self.weight.float()).to(normed.dtype)
+            return ops.rms_norm(x, *own, rounds_first=True)
+        return ops.add_rms_norm(x, residual, *own, rounds_first=True)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, eps={self.variance_epsilon}"

@@ -20,12 +20,14 @@ def rms_norm(
     eps: float,
     variance_size: int | None = None,
     weight_offset: float = 0.0,
+    rounds_first: bool = False,
 ) -> torch.Tensor:
     """float [..., d], weight [d] or None -> float [..., d]."""
     wide = as_float32(x)
     out = library.empty_like(wide)
-    _rms_norm(library, wide, None, weight, eps, variance_size, weight_offset, out, None)
-    return in_type(out, x.dtype)
+    own = _weight_of(weight, x.dtype, rounds_first)
+    _rms_norm(library, wide, None, own, eps, variance_size, weight_offset, out, None)
+    return _times_weight(in_type(out, x.dtype), weight, own, weight_offset)
 
 
 def add_rms_norm(
@@ -36,12 +38,27 @@ def add_rms_norm(
     eps: float,
     variance_size: int | None = None,
     weight_offset: float = 0.0,
+    rounds_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual), x + residual)."""
     wide, wide_residual = as_float32(x), as_float32(residual)
     out, total = library.empty_like(wide), library.empty_like(wide)
-    _rms_norm(library, wide, wide_residual, weight, eps, variance_size, weight_offset, out, total)
-    return in_type(out, x.dtype), in_type(total, x.dtype)
+    own = _weight_of(weight, x.dtype, rounds_first)
+    _rms_norm(library, wide, wide_residual, own, eps, variance_size, weight_offset, out, total)
+    return _times_weight(in_type(out, x.dtype), weight, own, weight_offset), in_type(total, x.dtype)
+
+
+def _weight_of(weight: torch.Tensor | None, dtype: torch.dtype, rounds_first: bool) -> torch.Tensor | None:
+    """What the kernel multiplies by. It rounds once: where there is a rounding before, `_times_weight` does it."""
+    return None if rounds_first and dtype is not torch.float32 else weight
+
+
+def _times_weight(
+    normed: torch.Tensor, weight: torch.Tensor | None, own: torch.Tensor | None, weight_offset: float
+) -> torch.Tensor:
+    if weight is None or own is not None:
+        return normed
+    return (normed.float() * (weight.float() + weight_offset)).to(normed.dtype)
 
 
 def layer_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

@@ -16,17 +16,14 @@ def rms_norm(
     eps: float,
     variance_size: int | None = None,
     weight_offset: float = 0.0,
+    rounds_first: bool = False,
 ) -> torch.Tensor:
     """float [..., d], weight [d] or None -> float [..., d]: x / sqrt(mean(x^2) + eps) * (weight + weight_offset).
 
-    `variance_size`: the mean is over that many leading channels; None: over all.
+    `variance_size`: the mean is over that many leading channels; None: over all. `rounds_first`: the quotient is
+    rounded to the type of x before it is multiplied.
     """
-    wide = x.float()
-    variance = wide[..., :variance_size].square().mean(dim=-1, keepdim=True)
-    normed = wide * torch.rsqrt(variance + eps)
-    if weight is not None:
-        normed *= weight.float() + weight_offset if weight_offset else weight
-    return normed.to(x.dtype)
+    return _rms_norm(x.float(), x.dtype, weight, eps, variance_size, weight_offset, rounds_first)
 
 
 def add_rms_norm(
@@ -36,10 +33,30 @@ def add_rms_norm(
     eps: float,
     variance_size: int | None = None,
     weight_offset: float = 0.0,
+    rounds_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual), x + residual): the norm is of the float32 sum, the returned sum is rounded."""
     total = x.float() + residual.float()
-    return rms_norm(total, weight, eps, variance_size, weight_offset).to(x.dtype), total.to(x.dtype)
+    normed = _rms_norm(total, x.dtype, weight, eps, variance_size, weight_offset, rounds_first)
+    return normed, total.to(x.dtype)
+
+
+def _rms_norm(
+    wide: torch.Tensor,
+    dtype: torch.dtype,
+    weight: torch.Tensor | None,
+    eps: float,
+    variance_size: int | None,
+    weight_offset: float,
+    rounds_first: bool,
+) -> torch.Tensor:
+    variance = wide[..., :variance_size].square().mean(dim=-1, keepdim=True)
+    normed = wide * torch.rsqrt(variance + eps)
+    if rounds_first:
+        normed = normed.to(dtype).float()
+    if weight is not None:
+        normed *= weight.float() + weight_offset if weight_offset else weight
+    return normed.to(dtype)
 
 
 def group_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, groups: int) -> torch.Tensor:

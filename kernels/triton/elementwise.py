@@ -22,8 +22,9 @@ _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 @triton.jit
 def norm(x, residual, weight, bias, y, total, width, counted, eps, weight_offset, stride_x, stride_r,
-         IS_CENTRED: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
-    """y = norm(x + residual) of a row; the sum goes to `total`. counted: leading channels of the mean square."""
+         IS_CENTRED: tl.constexpr, ROUNDS_FIRST: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """y = norm(x + residual) of a row; the sum goes to `total`. counted: leading channels of the mean square.
+    ROUNDS_FIRST: also before the weight."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, LANES)
     inside = lanes < width
@@ -36,6 +37,8 @@ def norm(x, residual, weight, bias, y, total, width, counted, eps, weight_offset
     squares = tl.where(lanes < counted, value * value, 0.0)
     mean = tl.div_rn(tl.sum(squares, axis=0), counted.to(tl.float32))
     value = value * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    if ROUNDS_FIRST:
+        value = rounded(value, y.dtype.element_ty).to(tl.float32)
     if weight is not None:
         value = value * (tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32) + weight_offset)
     if bias is not None:
@@ -159,6 +162,7 @@ def _norm(
     counted: int,
     offset: float,
     is_centred: bool,
+    rounds_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -167,8 +171,8 @@ def _norm(
     lanes = power_of_two(width)
     launch(
         norm, (len(rows),), rows, more, weight, bias, y, total, width, counted, float(eps), float(offset),
-        rows.stride(0), 0 if more is None else more.stride(0), IS_CENTRED=is_centred, LANES=lanes, device=x.device,
-        num_warps=min(8, max(1, lanes // 512)),
+        rows.stride(0), 0 if more is None else more.stride(0), IS_CENTRED=is_centred, ROUNDS_FIRST=rounds_first,
+        LANES=lanes, device=x.device, num_warps=min(8, max(1, lanes // 512)),
     )  # fmt: skip
     return y, total
 
@@ -179,9 +183,10 @@ def rms_norm(
     eps: float,
     variance_size: int | None = None,
     weight_offset: float = 0.0,
+    rounds_first: bool = False,
 ) -> torch.Tensor:
     """See `kernels/reference/norm.py`."""
-    return _norm(x, None, weight, None, eps, variance_size or x.shape[-1], weight_offset, False)[0]
+    return _norm(x, None, weight, None, eps, variance_size or x.shape[-1], weight_offset, False, rounds_first)[0]
 
 
 def add_rms_norm(
@@ -191,9 +196,10 @@ def add_rms_norm(
     eps: float,
     variance_size: int | None = None,
     weight_offset: float = 0.0,
+    rounds_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kernels/reference/norm.py`."""
-    return _norm(x, residual, weight, None, eps, variance_size or x.shape[-1], weight_offset, False)
+    return _norm(x, residual, weight, None, eps, variance_size or x.shape[-1], weight_offset, False, rounds_first)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
