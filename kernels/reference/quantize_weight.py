@@ -20,8 +20,8 @@ NOT_FINITE = "holds NaN or infinite values and cannot be quantized"
 # Scales tried for a group, as fractions of the scale that clips nothing. Clipping the largest weights a little costs
 # less than a coarser grid for all others, the more so the larger the group.
 CLIP_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
-# A weight is quantized this many elements at a time, so that temporaries stay in the cache.
-_INTEGER_CHUNK = 1 << 16
+# A weight is quantized this many elements at a time: a CPU's cache holds the temporaries, and a device has few calls.
+_INTEGER_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 24
 # Of the order of sums: sums side by side, those added at once, and how many stripes are summed before their sums are.
 _STRIPE, _VECTOR, _RUN, _LEVELS = 32, 8, 16, 4
 
@@ -49,7 +49,7 @@ def quantize_weight(
         weight.new_empty(rows, columns, dtype=torch.int8),
         weight.new_empty(rows, columns // group_size, dtype=torch.float32),
     )
-    step = max(1, _INTEGER_CHUNK // max(1, columns))
+    step = max(1, (_INTEGER_CHUNK if weight.device.type == "cpu" else _DEVICE_CHUNK) // max(1, columns))
     signal = noise = 0.0
     for start in range(0, rows, step):
         part = weight[start : start + step].float().contiguous()
@@ -160,7 +160,7 @@ _NEAR = tuple((first, second) for first in (0, -1, 1) for second in (0, -1, 1))
 # A smaller number is no divisor: its inverse, or what it is multiplied by, might be infinite.
 _LEAST_DIVISOR = 2.0**-100
 # A weight is quantized this many elements at a time: a CPU's cache; on devices each operation is a launch.
-_FORM_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 24
+_FORM_CHUNK = 1 << 18
 
 # Of asymmetric integers: steps that are tried, as shares of the one that clips nothing, and how far beside the best.
 _STEPS, _BESIDE = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 0.025
@@ -231,7 +231,7 @@ def quantize_weight_as(
         else:
             with library_defaults(num_threads=1):  # threads would wait for each other after every column
                 found = _round_with_feedback(form, groups, largest, feedback)
-        q[part], scale[part] = found.codes.to(q.dtype).view(-1, columns), found.scale[..., 0]
+        q[part], scale[part] = found.codes.to(q.dtype).reshape(-1, columns), found.scale[..., 0]
         if minimum is not None and found.minimum is not None:
             minimum[part] = found.minimum[..., 0]
         signal += float(groups.square().sum())
