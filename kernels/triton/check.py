@@ -46,13 +46,15 @@ FLOAT32 = {"log_softmax", "argmax", "gather_logprobs", "block_sums", "draw_nucle
 
 class Case(NamedTuple):
     """A call of an operation. `changed`: the arguments that it writes to. `rows`: those that have a row for each row of
-    the result, which is to have the same bits for one row alone."""
+    the result, which is to have the same bits for one row alone. `has_codes`: what it computes in between is rounded to
+    the activations' type and then to codes of 8 bits, some of which the last bit decides."""
 
     label: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = MappingProxyType({})
     changed: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
+    has_codes: bool = False
 
 
 def weights(n: int, k: int) -> Iterator[tuple[str, Weight]]:
@@ -79,19 +81,26 @@ def weights(n: int, k: int) -> Iterator[tuple[str, Weight]]:
     yield "w4a8", replace(four, activations="int8")
     yield "w4a8 with zeros", replace(four.scaled(scale, zero, 32), activations="int8")
     if k % 32 == 0:
-        yield (
-            "w4a8 in two levels",
-            replace(
-                four.scaled(per_row, None, 32, levels=torch.randint(0, 256, (n, groups)).to(torch.uint8)),
-                activations="int8",
-            ),
-        )
+        levels = four.scaled(per_row, None, 32, levels=torch.randint(0, 256, (n, groups)).to(torch.uint8))
+        levels = replace(levels, activations="int8")
+        yield "w4a8 in two levels", levels
+        yield "w8a8 rotated", replace(eight, activations="int8", rotation=16)
+        yield "w4a8 rotated", replace(levels, rotation=32)
+        yield "w4a8 rotated in groups", replace(four, activations="int8", rotation=32)
+        yield "w4a16 rotated", replace(four, rotation=32)
+
+
+# With many rows their tiles are others.
+_BY_TILE = {"bfloat16", "w8a16", "w8a8", "w4a16", "w4a8 in two levels"}
 
 
 def _linear() -> Iterator[Case]:
     for n, k in ((40, 96), (17, 77)):
         for label, weight in weights(n, k):
             yield Case(f"{label} {n}x{k}", (torch.randn(19, k), weight), rows=(0,))
+    for label, weight in weights(40, 96):
+        if label in _BY_TILE:
+            yield Case(f"{label}, 150 rows", (torch.randn(150, 96), weight), rows=(0,))
     yield Case("segments", (torch.randn(3, 1100), linear_definition.pack(torch.randn(24, 1100))), rows=(0,))
 
 
@@ -191,7 +200,13 @@ def _experts() -> Iterator[Case]:
         others = torch.tensor([0, 1, 3])[torch.randint(0, 3, (19,))]
         ids = torch.stack((torch.full((19,), 2), others), dim=1)
         together = ExpertWeights(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
-        yield Case(kind, (torch.randn(19, 64), ids, torch.rand(19, 2), together), rows=(0, 1, 2))
+        x = torch.randn(19, 64) * 0.1  # float16 has no more than 65504
+        yield Case(
+            kind,
+            (x, ids, torch.rand(19, 2), together),
+            rows=(0, 1, 2),
+            has_codes=any(weight.activations == "int8" for weight in together.down),
+        )
     up = [linear_definition.pack(torch.randn(24, 64)) for _ in range(3)]
     ungated = ExpertWeights(tuple(up), tuple(linear_definition.pack(torch.randn(64, 24)) for _ in range(3)))
     args = (torch.randn(4, 64), torch.tensor([[0], [2], [1], [2]]), torch.rand(4, 1), ungated, "relu2_no_mul")
@@ -290,8 +305,15 @@ def _cases(name: str) -> Iterator[Case]:
         "kv_cache_shapes": [Case("int8", (KVCacheSpec(2, 24, torch.int8), 3, 16))],
         "quantize_per_token": [Case("odd", (x,), rows=(0,))],
         "heads_linear": [Case("odd", (torch.randn(5, 3, 20), torch.randn(3, 20, 33)), rows=(0,))],
-        "rms_norm": [Case("odd", (x, weight, 1e-5), rows=(0,)), Case("offset", (x, weight, 1e-5, 31, 1.0), rows=(0,))],
-        "add_rms_norm": [Case("odd", (x, residual, weight, 1e-5), rows=(0, 1))],
+        "rms_norm": [
+            Case("odd", (x, weight, 1e-5), rows=(0,)),
+            Case("offset", (x, weight, 1e-5, 31, 1.0), rows=(0,)),
+            Case("rounded first", (x, weight, 1e-5), {"rounds_first": True}, rows=(0,)),
+        ],
+        "add_rms_norm": [
+            Case("odd", (x, residual, weight, 1e-5), rows=(0, 1)),
+            Case("rounded first", (x, residual, weight, 1e-5), {"rounds_first": True}, rows=(0, 1)),
+        ],
         "layer_norm": [Case("odd", (x, weight, bias, 1e-5), rows=(0,))],
         "add_layer_norm": [Case("odd", (x, residual, weight, bias, 1e-5), rows=(0, 1))],
         "gated_rms_norm": [
@@ -353,7 +375,7 @@ def _difference(name: str, operation: Operation, case: Case, device: torch.devic
     pairs = list(zip(_tensors(got), _tensors(want), strict=True))
     pairs += [(there[at], here[at]) for at in case.changed]
     for own, theirs in pairs:
-        if found := _error(own, theirs, dtype):
+        if found := _error(own, theirs, torch.bfloat16 if case.has_codes and dtype.itemsize == 2 else dtype):
             return found
     has_rows = any(isinstance(item, AttentionMetadata) for item in there)
     if has_rows and not all(torch.equal(*pair) for pair in _rows_alone(operation, there, kwargs, got)):

@@ -9,6 +9,7 @@ rows a program takes one segment, and `merge_segments` adds them; with many it t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,21 +19,45 @@ import triton
 import triton.language as tl
 from llm.kernels.reference import linear as definition
 from llm.kernels.reference.lora import add_products, check_slots, tokens_of
-from llm.kernels.reference.rotation import rotate
 from llm.kernels.triton.language import dot, dot_int8, from_float8, int8_codes, nibbles, rounded, whole
 from llm.kernels.triton.launch import KIB, PROGRAMS, Target, launch, power_of_two, side_by_side, target_of
 from llm.kernels.weight import LEAST, LoraTerms, Weight
 
 # A program quantizes so many columns at a time.
 _MOST_AT_ONCE = 4096
+# And rotates so many.
+_ROTATED_AT_ONCE = 1024
 # Groups up to this are a block of K of integer products with a scale for each.
 _LARGEST_BLOCK = 256
 # From so many rows on a program takes all segments of its outputs.
 _MANY_ROWS = 128
 # With fewer tiles of 64 outputs, those of float weights have 32.
 _FEW_TILES = 132
+# As many as keep most of a card's multiprocessors busy.
+_ENOUGH_TILES = 105
 # Columns of a segment, at least: adding segments costs less than it gains.
 _LEAST_SEGMENT = 512
+
+
+@triton.jit
+def _sums_and_differences(value, STRIDE: tl.constexpr):
+    """Of lanes that are STRIDE apart, in their places."""
+    pairs = value.reshape(value.shape[0] // (2 * STRIDE), 2, STRIDE).permute(0, 2, 1)
+    first, second = tl.split(pairs)
+    return tl.join(first + second, first - second).permute(0, 2, 1).reshape(value.shape[0])
+
+
+@triton.jit
+def rotate_rows(x, y, columns, stride_x, LOG2: tl.constexpr, SCALE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """A part of a row, rotated in blocks of 2^LOG2 columns by the sums of `kernels/reference/rotation.py`, in order."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    value = tl.load(x + row * stride_x + at, mask=at < columns, other=0.0).to(tl.float32)
+    for shift in tl.static_range(4, LOG2):
+        value = _sums_and_differences(value, 1 << shift)
+    for shift in tl.static_range(4):
+        value = _sums_and_differences(value, 1 << shift)
+    tl.store(y + row * columns + at, rounded(value * SCALE, y.dtype.element_ty), mask=at < columns)
 
 
 @triton.jit
@@ -119,19 +144,43 @@ def _of_groups(codes, rn, first, N, groups, scale, zero, minimum, COUNT: tl.cons
 
 
 @triton.jit
-def _finish(sums, xs, scale, bias, rx, is_row, rn, N, WHOLE: tl.constexpr, STATIC: tl.constexpr):
-    """Sums [BM, BN] of the rows rx of x as outputs in float32: WHOLE, a scale for each row of the weight; then the
+def _of_rows(vector, WEIGHT_FIRST: tl.constexpr):
+    """[BM] beside sums."""
+    return vector[None, :] if WEIGHT_FIRST else vector[:, None]
+
+
+@triton.jit
+def _of_outputs(vector, WEIGHT_FIRST: tl.constexpr):
+    """[BN] beside sums."""
+    return vector[:, None] if WEIGHT_FIRST else vector[None, :]
+
+
+@triton.jit
+def _product(x, w, sums, WEIGHT_FIRST: tl.constexpr):
+    """sums + x w^T, or + w x^T: x [BM, BK], w [BN, BK]."""
+    first = w if WEIGHT_FIRST else x
+    second = x if WEIGHT_FIRST else w
+    if x.dtype == tl.int8:
+        return dot_int8(first, tl.trans(second), sums)
+    else:
+        return dot(first, tl.trans(second), sums)
+
+
+@triton.jit
+def _finish(sums, xs, scale, bias, rx, is_row, rn, N, WHOLE: tl.constexpr, STATIC: tl.constexpr,
+            WEIGHT_FIRST: tl.constexpr):  # fmt: skip
+    """Sums of the rows rx of x as outputs in float32: WHOLE, a scale for each row of the weight; then the
     bias."""
     value = sums.to(tl.float32)
     if WHOLE:
-        factor = tl.load(scale + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+        factor = _of_outputs(tl.load(scale + rn, mask=rn < N, other=0.0).to(tl.float32), WEIGHT_FIRST)
         if xs is not None:
-            row = tl.load(xs + rx, mask=is_row, other=0.0)[:, None]
+            row = _of_rows(tl.load(xs + rx, mask=is_row, other=0.0), WEIGHT_FIRST)
             value = value * (row * factor) if STATIC else (value * row) * factor
         else:
             value = value * factor
     if bias is not None:
-        value = value + tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+        value = value + _of_outputs(tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32), WEIGHT_FIRST)
     return value
 
 
@@ -140,25 +189,27 @@ def _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rx, rm, is_row
           groups, group_size, input_offset, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr,
           VALUES: tl.constexpr, BLOCK_GROUPS: tl.constexpr, WHOLE: tl.constexpr, STATIC: tl.constexpr,
           OFFSET: tl.constexpr, LEAST_CODE: tl.constexpr, HALVES: tl.constexpr, SEGMENTS: tl.constexpr,
-          SEGMENT: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-          BK: tl.constexpr):  # fmt: skip
+          SEGMENT: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+          WEIGHT_FIRST: tl.constexpr):  # fmt: skip
     """Outputs rn of the rows rx [BM] of x, where `is_row`, to the rows rm of y: y = x W^T + bias.
 
     IN_GROUPS: the sum of each block of K is scaled by itself. VALUES: codes become values before the product, each with
     parameters of its own, or BLOCK_GROUPS whole groups of a block with theirs. WHOLE: the whole sum is scaled. SPLIT:
     one segment of `SEGMENT` columns, whose sums go to y [SEGMENTS, M, N]. OFFSET: of static int8 activations. HALVES: x
     has all even columns, then the odd ones, as the low and the high nibbles of int4 are: each half has a product of its
-    own, and no nibble has to move. xs: scales of rows, of int8 activations.
+    own, and no nibble has to move. xs: scales of rows, of int8 activations. WEIGHT_FIRST: sums are [BN, BM], else
+    [BM, BN].
     """
     x_rows = x + rx.to(tl.int64)[:, None] * stride_x
     w_rows = w + rn.to(tl.int64)[:, None] * stride_w
     lanes = tl.arange(0, BK)
-    total = tl.zeros((BM, BN), tl.int32 if INT8_X and not IN_GROUPS else tl.float32)
+    shape: tl.constexpr = (BN, BM) if WEIGHT_FIRST else (BM, BN)
+    total = tl.zeros(shape, tl.int32 if INT8_X and not IN_GROUPS else tl.float32)
     columns = tl.zeros((BN,), tl.int32)
     first = tl.program_id(1) if SPLIT else 0
     last = first + 1 if SPLIT else SEGMENTS
     for segment in range(first, last):
-        sums = tl.zeros((BM, BN), tl.int32 if INT8_X and not IN_GROUPS else tl.float32)
+        sums = tl.zeros(shape, tl.int32 if INT8_X and not IN_GROUPS else tl.float32)
         for k in range(segment * SEGMENT, tl.minimum(segment * SEGMENT + SEGMENT, K), BK):
             rk = k + lanes
             if KIND == "int4":
@@ -197,12 +248,13 @@ def _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rx, rm, is_row
                 at = rn.to(tl.int64) * groups + k // group_size
                 factor = tl.load(scale + at, mask=rn < N, other=0.0).to(tl.float32)
                 if INT8_X:
-                    part = dot_int8(a, tl.trans(b), tl.zeros((BM, BN), tl.int32))
+                    part = _product(a, b, tl.zeros(shape, tl.int32), WEIGHT_FIRST)
                     if HALVES:
-                        part = dot_int8(a_odd, tl.trans(b_odd), part)
+                        part = _product(a_odd, b_odd, part, WEIGHT_FIRST)
                     part = part.to(tl.float32)
                     row = tl.load(xs + rx.to(tl.int64) * groups + k // group_size, mask=is_row, other=0.0)
-                    sums = tl.fma(part * row[:, None], tl.broadcast_to(factor[None, :], (BM, BN)), sums)
+                    part *= _of_rows(row, WEIGHT_FIRST)
+                    sums = tl.fma(part, tl.broadcast_to(_of_outputs(factor, WEIGHT_FIRST), shape), sums)
                     if zero is not None or minimum is not None:
                         if minimum is not None:
                             least = tl.load(minimum + at, mask=rn < N, other=0.0).to(tl.float32)
@@ -213,35 +265,36 @@ def _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rx, rm, is_row
                         if HALVES:
                             inputs += tl.sum(a_odd.to(tl.int32), axis=1)
                         inputs = row * inputs.to(tl.float32)
-                        sums = tl.fma(tl.broadcast_to(inputs[:, None], (BM, BN)),
-                                      tl.broadcast_to(below[None, :], (BM, BN)), sums)  # fmt: skip
+                        sums = tl.fma(tl.broadcast_to(_of_rows(inputs, WEIGHT_FIRST), shape),
+                                      tl.broadcast_to(_of_outputs(below, WEIGHT_FIRST), shape), sums)  # fmt: skip
                 else:
-                    part = dot(a, tl.trans(b), tl.zeros((BM, BN), tl.float32))
+                    part = _product(a, b, tl.zeros(shape, tl.float32), WEIGHT_FIRST)
                     if HALVES:
-                        part = dot(a_odd, tl.trans(b_odd), part)
-                    sums = tl.fma(part, tl.broadcast_to(factor[None, :], (BM, BN)), sums)
+                        part = _product(a_odd, b_odd, part, WEIGHT_FIRST)
+                    sums = tl.fma(part, tl.broadcast_to(_of_outputs(factor, WEIGHT_FIRST), shape), sums)
             elif INT8_X:
-                sums = dot_int8(a, tl.trans(b), sums)
+                sums = _product(a, b, sums, WEIGHT_FIRST)
                 if OFFSET:
                     columns += tl.sum(b.to(tl.int32), axis=1)
                 if HALVES:
-                    sums = dot_int8(a_odd, tl.trans(b_odd), sums)
+                    sums = _product(a_odd, b_odd, sums, WEIGHT_FIRST)
                     if OFFSET:
                         columns += tl.sum(b_odd.to(tl.int32), axis=1)
             else:
-                sums = dot(a, tl.trans(b), sums)
+                sums = _product(a, b, sums, WEIGHT_FIRST)
                 if HALVES:
-                    sums = dot(a_odd, tl.trans(b_odd), sums)
+                    sums = _product(a_odd, b_odd, sums, WEIGHT_FIRST)
         total = total + sums if SEGMENTS > 1 and not SPLIT else sums
     if OFFSET:
-        total = total - input_offset * columns[None, :]
-    inside = is_row[:, None] & (rn < N)[None, :]
+        total = total - input_offset * _of_outputs(columns, WEIGHT_FIRST)
+    inside = _of_rows(is_row, WEIGHT_FIRST) & _of_outputs(rn < N, WEIGHT_FIRST)
     if SPLIT:
-        at = (tl.program_id(1).to(tl.int64) * M + rm[:, None]) * N + rn[None, :]
+        to = tl.program_id(1).to(tl.int64) * M + rm
+        at = _of_rows(to * N, WEIGHT_FIRST) + _of_outputs(rn, WEIGHT_FIRST)
         tl.store(y + at, total, mask=inside)
     else:
-        value = _finish(total, xs, scale, bias, rx, is_row, rn, N, WHOLE, STATIC)
-        at = rm.to(tl.int64)[:, None] * N + rn[None, :]
+        value = _finish(total, xs, scale, bias, rx, is_row, rn, N, WHOLE, STATIC, WEIGHT_FIRST)
+        at = _of_rows(rm.to(tl.int64) * N, WEIGHT_FIRST) + _of_outputs(rn, WEIGHT_FIRST)
         tl.store(y + at, rounded(value, y.dtype.element_ty), mask=inside)
 
 
@@ -250,7 +303,8 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
          input_offset, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr, VALUES: tl.constexpr,
          BLOCK_GROUPS: tl.constexpr, WHOLE: tl.constexpr, STATIC: tl.constexpr, OFFSET: tl.constexpr,
          LEAST_CODE: tl.constexpr, HALVES: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
-         SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+         SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+         WEIGHT_FIRST: tl.constexpr):  # fmt: skip
     """y[M, N] = x[M, K] W[N, K]^T + bias."""
     tiles_n = tl.cdiv(N, BN)
     # Eight tiles of rows share the tiles of the weight that the cache has.
@@ -262,7 +316,7 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
     rn = (place // rows_of_band) * BN + tl.arange(0, BN)
     _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rm, rm, rm < M, rn, M, N, K, stride_x, stride_w,
           groups, group_size, input_offset, KIND, INT8_X, IN_GROUPS, VALUES, BLOCK_GROUPS, WHOLE, STATIC, OFFSET,
-          LEAST_CODE, HALVES, SEGMENTS, SEGMENT, SPLIT, BM, BN, BK)  # fmt: skip
+          LEAST_CODE, HALVES, SEGMENTS, SEGMENT, SPLIT, BM, BN, BK, WEIGHT_FIRST)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["E"])
@@ -271,7 +325,8 @@ def experts_gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, offsets
                  ALIGNED: tl.constexpr, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr,
                  VALUES: tl.constexpr, BLOCK_GROUPS: tl.constexpr, WHOLE: tl.constexpr, STATIC: tl.constexpr,
                  OFFSET: tl.constexpr, LEAST_CODE: tl.constexpr, HALVES: tl.constexpr, SEGMENTS: tl.constexpr,
-                 SEGMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+                 SEGMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                 WEIGHT_FIRST: tl.constexpr):  # fmt: skip
     """The products of all experts. Places are sorted by expert, those of expert e are starts[e] to starts[e + 1] - 1;
     order[place] is a slot of a token, token * SLOTS + slot. SLOTS > 0: x has a row for each token, y for each place.
     0: x has a row for each place, y for each slot of a token.
@@ -313,7 +368,7 @@ def experts_gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, offsets
     rm = place if SLOTS else slot
     _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rx, rm, is_row, rn, 0, N, K, stride_x, stride_w,
           groups, group_size, input_offset, KIND, INT8_X, IN_GROUPS, VALUES, BLOCK_GROUPS, WHOLE, STATIC, OFFSET,
-          LEAST_CODE, HALVES, SEGMENTS, SEGMENT, False, BM, BN, BK)  # fmt: skip
+          LEAST_CODE, HALVES, SEGMENTS, SEGMENT, False, BM, BN, BK, WEIGHT_FIRST)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -327,7 +382,7 @@ def merge_segments(parts, xs, scale, bias, y, M, N, WHOLE: tl.constexpr, STATIC:
     total = tl.zeros((1, BN), parts.dtype.element_ty)
     for segment in range(SEGMENTS):
         total += tl.load(parts + (segment * M).to(tl.int64) * N + at, mask=inside, other=0)
-    value = _finish(total, xs, scale, bias, rm, rm < M, rn, N, WHOLE, STATIC)
+    value = _finish(total, xs, scale, bias, rm, rm < M, rn, N, WHOLE, STATIC, False)
     tl.store(y + at, rounded(value, y.dtype.element_ty), mask=inside)
 
 
@@ -440,14 +495,58 @@ def _dividing(size: int, most: int) -> int:
     return min(most, size & -size)
 
 
+class _Tile(NamedTuple):
+    """A tile of Hopper's, as `gemm` takes it; `BK`: less than the form's, 0: the form's."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+    WEIGHT_FIRST: bool = True
+    BK: int = 0
+
+
+# The fastest of those tried on an H100, the largest first. The first matrix of a product has 64 rows at least, the
+# second 16: so with few rows the weight is the first. In some sizes it had better be unpacked to shared memory, as the
+# second. Neither that nor the number of columns of a block changes a sum there: the matrix instructions are the same,
+# in the same order.
+_TILES: dict[str, tuple[_Tile, ...]] = {
+    "float": (
+        *(_Tile(256, 128, 8, 4, BK=64), _Tile(128, 64, 4, 4, BK=64)),
+        *(_Tile(64, 64, 4, 4), _Tile(32, 64, 4, 4), _Tile(16, 64, 4, 4)),
+    ),
+    "integers": (
+        *(_Tile(128, 128, 8, 3), _Tile(128, 64, 4, 3)),
+        *(_Tile(64, 64, 4, 3), _Tile(32, 64, 4, 3), _Tile(16, 64, 4, 3)),
+    ),
+    "unpacked to integers": (
+        *(_Tile(256, 64, 4, 3), _Tile(128, 64, 4, 3)),
+        *(_Tile(64, 64, 4, 3), _Tile(32, 64, 4, 3), _Tile(16, 64, 4, 3)),
+    ),
+    "int8 to floats": (
+        *(_Tile(256, 128, 8, 3), _Tile(128, 128, 4, 3, False)),
+        *(_Tile(64, 128, 4, 3, False), _Tile(64, 64, 4, 3, False), _Tile(32, 64, 4, 3), _Tile(16, 64, 4, 3)),
+    ),
+    "int4 to floats": (
+        *(_Tile(256, 128, 8, 3), _Tile(128, 256, 8, 3, False), _Tile(128, 128, 8, 3, False)),
+        *(_Tile(64, 128, 8, 3, False), _Tile(64, 64, 4, 3, False)),
+        *(_Tile(32, 128, 8, 3), _Tile(32, 64, 4, 3), _Tile(16, 64, 4, 3)),
+    ),
+}
+
+
 def tile_of(target: Target, m: int, n: int, form: Form, dtype: torch.dtype) -> dict[str, int]:
-    """Rows and outputs of a tile, and warps and stages, by the number of rows m."""
+    """Rows and outputs of a tile, and warps and stages, by the number of rows m; what else of the form it changes."""
+    by_blocks = form.IN_GROUPS or (form.VALUES and not form.BLOCK_GROUPS)
+    is_float32 = dtype == torch.float32 and not form.INT8_X
+    if target.arch == 90 and not by_blocks and not is_float32:
+        return _hopper_tile(m, n, form)
     most = 64 if target.is_rdna else 128
     rows = min(max(target.least_rows, power_of_two(m)), most)
     outputs = 64
     # What is unpacked takes registers beside those of the sums, where a matrix instruction does not read shared memory.
     unpacks, has_room = form.KIND != "float" and not form.INT8_X, target.shared > 200 * KIB
-    if dtype == torch.float32 and not form.INT8_X:  # no tensor core: every thread has its operands in registers
+    if is_float32:  # no tensor core: every thread has its operands in registers
         rows, outputs = min(rows, 32), 32
     elif (form.VALUES and not (form.BLOCK_GROUPS and has_room)) or form.IN_GROUPS:
         rows = min(rows, most // 2)
@@ -464,7 +563,25 @@ def tile_of(target: Target, m: int, n: int, form: Form, dtype: torch.dtype) -> d
     stages = 2 if target.api == "hip" else max(1, min(stages, 3 if form.BK > 64 else 4))
     is_wide = rows * outputs > 64 * 128 and (form.KIND == "float" or target.api == "hip")
     is_wide |= form.BLOCK_GROUPS > 0 and outputs > 64 and not form.INT8_X
-    return {"BM": rows, "BN": outputs, "num_warps": 8 if is_wide else 4, "num_stages": stages}
+    return {"BM": rows, "BN": outputs, "num_warps": 8 if is_wide else 4, "num_stages": stages, "WEIGHT_FIRST": False}
+
+
+def _hopper_tile(m: int, n: int, form: Form) -> dict[str, int]:
+    """The largest tile of which there are enough, of no more rows than there are."""
+    if form.INT8_X:
+        kind = "unpacked to integers" if form.KIND == "int4" else "integers"
+    else:
+        kind = {"float": "float", "int4": "int4 to floats"}.get(form.KIND, "int8 to floats")
+    rows, split = power_of_two(m), form.SEGMENTS if m < _MANY_ROWS else 1
+    # Sums of segments need as many registers again.
+    most = 256 * 128 if split > 1 or form.SEGMENTS == 1 else 128 * 128
+    fitting = [tile for tile in _TILES[kind] if rows >= tile.BM and most >= tile.BM * tile.BN]
+    # With few rows all of them are in one tile: in two, weights would be read twice.
+    fitting = [tile for tile in fitting if rows == tile.BM or rows > 64]
+    enough = (tile for tile in fitting if -(-m // tile.BM) * -(-n // tile.BN) * split >= _ENOUGH_TILES)
+    tile = next(enough, fitting[-1] if rows <= 64 else next(tile for tile in fitting if tile.BM == 64))
+    options = tile._asdict()
+    return options if tile.BK else {key: value for key, value in options.items() if key != "BK"}
 
 
 def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -491,6 +608,18 @@ def quantize(
     return q, scales
 
 
+def rotate(x: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """x [M, K] rotated in blocks of so many columns, in this type; see `kernels/reference/rotation.py`."""
+    rows, columns = x.shape
+    y = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    x = side_by_side(x)
+    launch(
+        rotate_rows, (rows, -(-columns // _ROTATED_AT_ONCE)), x, y, columns, x.stride(0), LOG2=block.bit_length() - 1,
+        SCALE=1 / math.sqrt(block), AT_ONCE=_ROTATED_AT_ONCE, device=x.device, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """See `kernels/reference/linear.py`. The result has the type of x."""
     form = form_of(weight, x.dtype) if x.dim() and x.shape[-1] == weight.k and weight.n and weight.k else None
@@ -511,7 +640,7 @@ def _inputs(rows: torch.Tensor, weight: Weight, form: Form) -> tuple[torch.Tenso
     if weight.columns is not None:
         rows = rows[:, weight.columns.long()]
     if weight.rotation:
-        rows = rotate(rows, weight.rotation).to(dtype)
+        rows = rotate(rows, weight.rotation, torch.float32 if form.INT8_X else dtype)
     if form.INT8_X:
         size = weight.group_size if form.IN_GROUPS else weight.k
         return quantize(rows, size, weight.input_scale, weight.input_offset, form.HALVES)
@@ -535,8 +664,8 @@ def multiply(x: torch.Tensor, xs: torch.Tensor | None, weight: Weight, form: For
         parts = torch.empty(form.SEGMENTS, m, n, dtype=dtype, device=x.device)
     launch(
         gemm, (tiles, form.SEGMENTS if split else 1), x, xs, *_parts(weight), parts, m, n, weight.k, x.stride(0),
-        weight.data.stride(0), weight.groups, weight.group_size, weight.input_offset, **form._asdict(), SPLIT=split,
-        **tile, device=x.device,
+        weight.data.stride(0), weight.groups, weight.group_size, weight.input_offset, SPLIT=split,
+        **form._asdict() | tile, device=x.device,
     )  # fmt: skip
     if split:
         launch(
@@ -601,7 +730,7 @@ def multiply_experts(
     launch(
         experts_gemm, (tiles,), rows, scales, *_parts(weight), out, weights.offsets, starts, order, experts, weight.n,
         weight.k, rows.stride(0), weight.data.stride(0), weight.groups, weight.group_size, weight.input_offset,
-        EXPERTS=power_of_two(experts), SLOTS=slots, ALIGNED=weights.is_aligned, **form._asdict(), **tile,
+        EXPERTS=power_of_two(experts), SLOTS=slots, ALIGNED=weights.is_aligned, **form._asdict() | tile,
         device=x.device,
     )  # fmt: skip
     return out

@@ -19,10 +19,16 @@ _ROUNDING = tl.constexpr(12582912.0)
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a b in float32: a [M, K], b [K, N] of one floating type."""
+    """acc + a b in float32: a [M, K], b [K, N] of one floating type. Products of 16 columns, or in the interpreter of
+    64, are added in order, so that a sum does not depend on K."""
     tl.static_assert(a.shape[0] >= LEAST_TILE and a.shape[1] >= LEAST_TILE and b.shape[1] >= LEAST_TILE)
     tl.static_assert(a.dtype == b.dtype)
-    if INTERPRETED:
+    if INTERPRETED and a.shape[1] > 64:
+        HALF: tl.constexpr = a.shape[1] // 2
+        first, second = tl.split(a.reshape(a.shape[0], 2, HALF).permute(0, 2, 1))
+        above, below = tl.split(b.reshape(2, HALF, b.shape[1]).permute(1, 2, 0))
+        return dot(second, below, dot(first, above, acc))
+    elif INTERPRETED:
         return acc + tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
     else:
         return tl.dot(a, b, acc, input_precision="ieee")

@@ -38,10 +38,10 @@ class Target(NamedTuple):
 
     @property
     def least_rows(self) -> int:
-        """Rows of the smallest tile of a product.
+        """Rows of the smallest first matrix of a product.
 
         Hopper and the first Blackwell have two kinds of matrix instructions, and tiles below 64 rows get the older one,
-        which sums in another order. So they have no such tiles.
+        which sums in another order. So they have no such tiles. The second matrix may have 16.
         """
         return 64 if self.api == "cuda" and self.arch in (90, 100, 103) else 16
 

@@ -140,7 +140,8 @@ def of_shapes() -> Iterator[tuple[torch.Tensor, Weight]]:
         four = replace(pack(one, "int4"), data=empty(n, k // 2, dtype=torch.uint8), n=n, k=k)
         in_groups = four.scaled(empty(n, k // 32, dtype=torch.bfloat16), None, 32)
         levels = four.scaled(rows, None, 32, levels=empty(n, k // 32, dtype=torch.uint8))
-        kinds = (exact, eight, replace(eight, activations="int8"), in_groups, replace(levels, activations="int8"))
+        rotated = (replace(weight, activations="int8", rotation=256) for weight in (eight, levels))
+        kinds = (exact, eight, in_groups, *rotated, replace(in_groups, rotation=256))
         for weight in kinds:
             for m in (1, 2048):
                 yield empty(m, k, dtype=torch.bfloat16), weight

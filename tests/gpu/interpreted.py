@@ -25,7 +25,8 @@ from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 import llm.platforms
 from llm import LLM, SamplingParams
 from llm.kernels.backend import StepSize
-from llm.kernels.triton import attention, check, elementwise, gemm, language, moe, vocabulary
+from llm.kernels.reference.rotation import rotate
+from llm.kernels.triton import attention, check, elementwise, gemm, language, launch, moe, vocabulary
 from llm.kernels.triton.backend import TritonBackend, kernel, kernel_names
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.interface import PlatformEnum
@@ -59,6 +60,21 @@ def test_a_kernel_agrees_with_its_definition_and_a_row_alone_with_the_row_in_a_b
     name: str, case: check.Case, dtype: torch.dtype
 ) -> None:
     assert check.disagreement(name, kernel(name), CPU, dtype, case) == ""
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "w8a16", "w8a8", "w4a16", "w4a8 in two levels"])
+def test_the_tiles_of_hopper_give_the_bits_of_other_tiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = dict(check.weights(40, 192))[kind], torch.randn(150, 192).bfloat16()
+    expected = gemm.linear(x, weight)
+    monkeypatch.setattr(launch, "INTERPRETER", launch.TARGETS["sm90"])
+    for rows in (1, 20, 40, 150):
+        assert torch.equal(gemm.linear(x[:rows], weight), expected[:rows])
+
+
+@pytest.mark.parametrize("block", [16, 64, 256])
+def test_rows_are_rotated_by_the_sums_of_the_definition(block: int) -> None:
+    x = torch.randn(3, 9 * block)
+    assert torch.equal(gemm.rotate(x, block, torch.float32), rotate(x, block))
 
 
 # --- Planted defects. ---

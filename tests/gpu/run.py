@@ -109,6 +109,19 @@ def kernels(report: Report) -> None:
     report.say("kernels", "seconds", f"{time.perf_counter() - started:.0f}")
 
 
+def rows_alone(report: Report) -> None:
+    """Products of the sizes of models: rows in any number have the bits that they have among 300."""
+    for kind in ("bf16", "w8a8", "w8a16", "w4a16", "w4a8"):
+        for n, k in ((4096, 4096), (28672, 4096), (1024, 14336)):
+            weight, x = packed(n, k, kind), torch.randn(300, k, device=DEVICE, dtype=torch.bfloat16)
+            linear = kernel("linear")
+            expected = linear(x, weight)
+            other = [m for m in (1, 16, 20, 40, 64, 100, 128, 200, 256)
+                     if not torch.equal(linear(x[300 - m :], weight), expected[300 - m :])]  # fmt: skip
+            said = f"OTHER BITS with {other} rows" if other else "the same bits with 1 to 300 rows"
+            report.say("kernels", f"{kind} {n}x{k}", said, bool(other))
+
+
 # --- Models. ---
 
 
@@ -368,6 +381,7 @@ def main() -> int:
         os.environ.setdefault("XDG_CACHE_HOME", name)
         if "kernels" in parts:
             report.guarded("kernels", "all", lambda: kernels(report))
+            report.guarded("kernels", "rows alone", lambda: rows_alone(report))
         if "models" in parts:
             models(report, Path(name))
         if {"products", "speed"} & set(parts):
