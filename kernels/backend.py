@@ -174,8 +174,9 @@ class ArrivingRows:
 class Staging:
     """Page-locked memory of the host, through which arrays go to a device and come back while both go on.
 
-    A part is taken for one array and is in use until somebody has waited for the device; `waited` says so. Parts are
-    kept, in sizes that are powers of two.
+    A part is taken for one array and is in use until somebody has waited for what the device was asked until then:
+    `taken` gives the parts that are in use, and `give_back` says that they no longer are. Parts are kept, in sizes that
+    are powers of two.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -195,11 +196,15 @@ class Staging:
         part.copy_(tensor, non_blocking=True)
         return part
 
-    def waited(self) -> None:
-        """The device has done everything that was asked of it: no part is in use."""
-        for part in self._used:
+    def taken(self) -> list[torch.Tensor]:
+        """The parts that were taken since the last call."""
+        used, self._used = self._used, []
+        return used
+
+    def give_back(self, parts: Sequence[torch.Tensor]) -> None:
+        """The device has done everything that was asked of it when these were `taken`."""
+        for part in parts:
             self._free.setdefault(len(part), []).append(part)
-        self._used.clear()
 
     def _taken(self, like: torch.Tensor) -> torch.Tensor:
         size = 1 << max(8, (like.nbytes - 1).bit_length())
@@ -363,11 +368,24 @@ class Backend:
     def download(self, *tensors: torch.Tensor) -> list[np.ndarray]:
         """Tensors of this backend's device as arrays, for all of which the host waits once; the tensors' own memory if
         `shares_host_memory`."""
+        return self.start_download(*tensors)()
+
+    def start_download(self, *tensors: torch.Tensor) -> Callable[[], list[np.ndarray]]:
+        """The same in two parts: what this returns waits, for what the device was asked until now, and is called once.
+        Until then the device may be asked for more, and may overwrite the tensors by that."""
         if self.shares_host_memory or not self.pins:
-            return [tensor.cpu().numpy() for tensor in tensors]
+            arrays = [tensor.cpu().numpy() for tensor in tensors]
+            return lambda: arrays
         parts = [self._staging.download(tensor) for tensor in tensors]
-        self.synchronize()
-        return [part.numpy().copy() for part in parts]
+        used, wait = self._staging.taken(), self._mark()
+
+        def read() -> list[np.ndarray]:
+            wait()
+            arrays = [part.numpy().copy() for part in parts]
+            self._staging.give_back(used)
+            return arrays
+
+        return read
 
     def synchronize(self) -> None:
         """Wait until the device has done everything that was asked of it."""
@@ -375,7 +393,15 @@ class Backend:
             self._synchronize()
         elif self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        self._staging.waited()
+        self._staging.give_back(self._staging.taken())
+
+    def _mark(self) -> Callable[[], None]:
+        """What waits until the device has done what it was asked before this."""
+        if self._synchronize is not None:
+            return self._synchronize
+        event = torch.Event(self.device.type)
+        event.record()
+        return event.synchronize
 
     def shared_memory(self, rank: int, ranks: int, file: Path, timeout_s: float) -> SharedMemory | None:
         """What ranks gather through, which are processes of one machine; None: this backend has none.

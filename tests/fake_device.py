@@ -7,7 +7,7 @@ What the host reads of the device is zeros.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -48,9 +48,9 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within, every tensor is a fake one, and those of the device are CUDA's."""
     start = sampler._DeviceStep.start
 
-    def download(self: Backend, *tensors: torch.Tensor) -> list[np.ndarray]:
+    def start_download(self: Backend, *tensors: torch.Tensor) -> Callable[[], list[np.ndarray]]:
         assert all(tensor.device == self.device for tensor in tensors)
-        return [np.zeros(tuple(tensor.shape), dtype=_READ[tensor.dtype]) for tensor in tensors]
+        return lambda: [np.zeros(tuple(tensor.shape), dtype=_READ[tensor.dtype]) for tensor in tensors]
 
     def started(self: Any, logits: torch.Tensor) -> sampler.Pending:
         pending = start(self, logits)
@@ -64,7 +64,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def ends(chosen: torch.Tensor, count: int) -> list[int]:
         return [len(chosen) * expert // count for expert in range(count + 1)]
 
-    monkeypatch.setattr(Backend, "download", download)
+    monkeypatch.setattr(Backend, "start_download", start_download)
     monkeypatch.setattr(Backend, "synchronize", lambda self: None)
     monkeypatch.setattr(sampler._DeviceStep, "start", started)
     monkeypatch.setattr(experts, "expert_ends", ends)

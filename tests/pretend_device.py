@@ -53,9 +53,11 @@ class Queue:
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], object]] = []
+        self._asked = 0
         self.waits = self.pageable = self.pinned = 0
 
     def put(self, call: Callable[[], object]) -> None:
+        self._asked += 1
         self._calls.append(call)
         if len(self._calls) > _MOST_WAITING:  # it computes while the host goes on
             self._compute(_MOST_WAITING // 2)
@@ -63,6 +65,16 @@ class Queue:
     def wait(self) -> None:
         self.waits += 1
         self._compute(len(self._calls))
+
+    def mark(self) -> Callable[[], None]:
+        """What waits for the calls until now alone."""
+        asked = self._asked
+
+        def wait() -> None:
+            self.waits += 1
+            self._compute(max(0, asked - self._asked + len(self._calls)))
+
+        return wait
 
     def _compute(self, count: int) -> None:
         calls, self._calls = self._calls[:count], self._calls[count:]

@@ -22,6 +22,8 @@ from llm.base import suggestions
 from llm.errors import ArgumentError, ValidationError, nearest
 from llm.sampling_params import SamplingParams
 
+_SCHEDULING = "scheduling here is set by max_num_seqs and max_num_batched_tokens alone."
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -237,11 +239,13 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     # --- Scheduling: the order of the work, never the answers. -----------------------------------------------------
     _accepted(
-        "scheduling here is set by max_num_seqs and max_num_batched_tokens alone.",
+        _SCHEDULING,
         *("max_num_active_seqs", "max_num_scheduled_tokens", "long_prefill_token_threshold"),
         *("long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl", "prefill_schedule_interval"),
-        *("watermark", "async_scheduling", "num_scheduler_steps", "use_v2_block_manager"),
+        "watermark",
     ),
+    _honoured("async_scheduling"),
+    _accepted(_SCHEDULING, "num_scheduler_steps", "use_v2_block_manager"),
     _accepted(
         "a call runs all of its prompts and has no queue to limit.", "max_num_queued_reqs", "max_num_queued_tokens"
     ),

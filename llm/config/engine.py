@@ -316,6 +316,7 @@ class LLMArgs:
     mamba_block_size: int | None = None
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
+    async_scheduling: bool | None = None
     seed: int | None = 0
     revision: str | None = None
     hf_overrides: Mapping[str, object] | Callable[[PretrainedConfig], PretrainedConfig] | None = None
@@ -538,15 +539,14 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`scheduling_policy`: "fcfs": first come, first served; "priority": the lowest `priority` of a request first."""
+    """`scheduling_policy`: "fcfs": first come, first served; "priority": the lowest `priority` of a request first.
+    `async_scheduling`: a device starts the next step before the host has read this one's tokens."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
-
-    # Read by scripts that were written for vLLM.
-    async_scheduling = False
+    async_scheduling: bool = False
 
     @property
     def policy(self) -> str:

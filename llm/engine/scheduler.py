@@ -64,7 +64,7 @@ class Scheduler:
             if request.draft_token_ids:
                 drafts = self._verify(plan, request, count, budget, len(self.running) - index - 1)
                 count += drafts
-            while (new_blocks := self.blocks.allocate(request, request.num_computed_tokens + count)) is None:
+            while (new_blocks := self._allocate(request, request.num_computed_tokens + count)) is None:
                 preempted = True
                 if self.preempt_last() is request:
                     break
@@ -94,6 +94,7 @@ class Scheduler:
             self._schedule(plan, request, count)
             budget -= count
         plan.removed, self._removed = self._removed, []
+        plan.repeats = self.config.async_scheduling and self._repeats(plan)
         if self.blocks.slots is not None and sum(plan.num_scheduled_tokens.values()) > _MOST_WITH_DRAFTS:
             self._drop_drafts(plan)
         return plan
@@ -155,6 +156,25 @@ class Scheduler:
             raise RuntimeError("a request is in no queue, or in two")
         if self.adapters.users() != Counter(item.adapter.digest for item in self.running if item.adapter is not None):
             raise RuntimeError("an adapter counts other requests than those that run with it")
+
+    def _allocate(self, request: Request, num_tokens: int) -> list[list[int]] | None:
+        """As `BlockManager.allocate`; with `async_scheduling` for one token more, where there are blocks for it."""
+        if self.config.async_scheduling:
+            more = self.blocks.allocate(request, min(num_tokens + 1, request.max_total_tokens))
+            if more is not None:
+                return more
+        return self.blocks.allocate(request, num_tokens)
+
+    def _repeats(self, plan: SchedulerOutput) -> bool:
+        """True if all running rows decode in this step, no waiting one can join them in the next, and some go on."""
+        if plan.new_rows or plan.draft_token_ids or len(plan.num_scheduled_tokens) < len(self.running):
+            return False
+        if any(count > 1 for count in plan.num_scheduled_tokens.values()):
+            return False
+        ending = sum(request.num_tokens + 1 >= request.max_total_tokens for request in self.running)
+        if self.waiting and (ending or len(self.running) < self.config.max_num_seqs):
+            return False
+        return ending < len(self.running)
 
     def _next_waiting(self) -> int | None:
         """The place of the first waiting request, or the lowest, whose adapter has a slot or finds one."""

@@ -180,9 +180,7 @@ class InputBatch:
 
     def _decodes(self, step: StepInput) -> bool:
         """True if the step computes a token of every row and samples it, and its arrays can be filled anew."""
-        logit_rows, rows = step.logit_rows, len(self.request_ids)
-        is_plain = logit_rows.num_sampled == rows == len(step.forward_batch.input_ids) and logit_rows.drafts is None
-        return is_plain and not any(self.pooling) and self._shares_memory
+        return self.decodes_alone(step) and not any(self.pooling) and self._shares_memory
 
     def _build(self, plan: SchedulerOutput) -> StepInput:
         scheduled = np.zeros(len(self.request_ids), dtype=np.int64)
@@ -214,6 +212,35 @@ class InputBatch:
             batch.token_types = self._upload((positions >= self.second_text[row_of_token]).astype(np.int64))
         return StepInput(rows, counts, logit_rows, batch, recurrent)
 
+    def decodes_alone(self, step: StepInput) -> bool:
+        """True if the step computes one token of every row, and samples after it."""
+        logit_rows, rows = step.logit_rows, len(self.request_ids)
+        is_plain = logit_rows.num_sampled == rows == len(logit_rows.rows) == len(step.forward_batch.input_ids)
+        return is_plain and logit_rows.drafts is None
+
+    def build_next(self, positions: np.ndarray, tokens: torch.Tensor) -> StepInput | None:
+        """The step that computes a token of every row, at these positions: the one that is being sampled. None: a row
+        has no block for it.
+
+        Args:
+            positions: int64 [rows].
+            tokens: int64 [rows], on the device.
+        """
+        rows, size = np.arange(len(positions)), self.block_size
+        if (self.num_blocks[:, rows] * size <= positions).any() or positions.max() >= self.token_ids.shape[1]:
+            return None
+        counts = np.ones_like(rows)
+        ends, lengths = rows + 1, positions + 1
+        groups = range(len(self.block_tables))
+        batch = ForwardBatch(
+            input_ids=tokens,
+            positions=self._upload(self._rotary(positions, rows)),
+            metadata=[self.attention_metadata(group, rows, rows, positions, ends, counts, lengths) for group in groups],
+            states=[],
+            logits_indices=self._upload(rows),
+        )
+        return StepInput(rows, counts, LogitRows(rows, positions, len(rows)), batch)
+
     def _rotary(self, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
         shifts = self.position_shifts[rows]
         return positions + shifts if shifts.any() else positions
@@ -237,6 +264,10 @@ class InputBatch:
         self.token_ids[row, start : start + len(tokens)] = tokens
         self.num_tokens[row] += len(tokens)
         self.output_token_ids[row].extend(tokens)
+
+    def advance(self, rows: np.ndarray) -> None:
+        """A token of each of these rows was computed, without drafts."""
+        self.num_computed[rows] += 1
 
     def settle(self, step: StepInput) -> None:
         """Update the counts after all logit rows are sampled: rejected drafts do not count, and their blocks are

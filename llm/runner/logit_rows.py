@@ -35,13 +35,22 @@ _MANY = 2**31  # more logprobs than any vocabulary has tokens
 
 
 @dataclass
-class _Sampled:
+class Sampled:
     """The token of each logit row, and logit row -> requested logprobs, logit row -> error; logit rows are counted from
     the first."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
+
+    def of(self, logit_rows: list[int]) -> Sampled:
+        """The same of these logit rows, in this order."""
+        places = list(enumerate(logit_rows))
+        return Sampled(
+            [self.tokens[logit_row] for logit_row in logit_rows],
+            {index: self.logprobs[logit_row] for index, logit_row in places if logit_row in self.logprobs},
+            {index: self.errors[logit_row] for index, logit_row in places if logit_row in self.errors},
+        )
 
     def add(self, start: int, found: SamplerOutput) -> None:
         """Append the sampler's output for the logit rows from `start` on."""
@@ -50,6 +59,14 @@ class _Sampled:
             self.logprobs[start + logit_row] = logprobs
         for logit_row, error in found.errors.items():
             self.errors[start + logit_row] = error
+
+
+@dataclass
+class Started:
+    """What a device samples: `tokens` int64 [L], there; `finish` waits for all of it, and is called once."""
+
+    tokens: torch.Tensor
+    finish: Callable[[], Sampled]
 
 
 @dataclass
@@ -83,7 +100,7 @@ class LogitRowReader:
                 replace(logit_rows, rows=logit_rows.rows[:count], positions=logit_rows.positions[:count]),
             )
         if logit_rows.drafts is None:
-            self._take(logit_rows.rows, self._sample(hidden, logit_rows.rows, logit_rows.positions), result)
+            self.take(logit_rows.rows, self._sample(hidden, logit_rows.rows, logit_rows.positions), result)
         elif self.processors.is_idle() and not self.processors.custom:
             self._verify_at_once(hidden, logit_rows, logit_rows.drafts, result)
         else:
@@ -127,7 +144,7 @@ class LogitRowReader:
                 current = self._take_forced(logits, current, logit_rows.rows, result)
             own = _of_logit_rows(hidden if logits is None else logits, current)
             sampled = self._sample(own, logit_rows.rows[current], logit_rows.positions[current], logits is not None)
-            self._take(logit_rows.rows[current], sampled, result)
+            self.take(logit_rows.rows[current], sampled, result)
             return _accepted(drafts, current, sampled)
 
         current = sample_round(drafts.firsts)
@@ -160,13 +177,53 @@ class LogitRowReader:
             after[index] += len(tokens)
         return after
 
+    def start(self, source: torch.Tensor, rows: np.ndarray, positions: np.ndarray, has_logits: bool = False) -> Started:
+        """`_sample` on a device, which nobody waits for."""
+        processors = None if self.processors.is_idle() else self.processors
+        outputs = positions + 1 - self.batch.num_prompt_tokens[rows]
+        scores = None if has_logits else self.scores(source)
+        if scores is not None:  # of few logit rows: they are one chunk
+            known = (scores.largest, scores.tokens, self.batch.sampling, outputs)
+            likeliest = self.sampler.start_likeliest(*known) if processors is None else None
+            if likeliest is not None:
+                return self._started([likeliest])
+            source, has_logits = scores.logits, True
+        pending = []
+        for part in self._chunks(len(rows), processors):
+            own = source if part == slice(0, len(rows)) else source[part]
+            logits = own if has_logits else self.compute_logits(own, rows[part])
+            of_part = rows[part], outputs[part], processors, len(self.batch.request_ids)
+            pending.append(self.sampler.start(logits, self.batch.sampling, *of_part))
+        return self._started(pending)
+
+    def _started(self, pending: list[Pending]) -> Started:
+        tokens = [item.tensors[0] for item in pending]
+        read = self.backend.start_download(*(tensor for item in pending for tensor in item.tensors))
+
+        def finish() -> Sampled:
+            sampled, arrays = Sampled(), iter(read())
+            for item in pending:
+                sampled.add(len(sampled.tokens), item.finish([next(arrays) for _ in item.tensors]))
+            return sampled
+
+        return Started(tokens[0] if len(tokens) == 1 else torch.cat(tokens), finish)
+
+    def _chunks(self, count: int, processors: LogitsProcessors | None) -> list[slice]:
+        """In one chunk if a processor is active, as it must see the batch."""
+        size = max(1, count if processors is not None else self.logit_rows_at_once)
+        return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
     def _sample(
         self, source: torch.Tensor, rows: np.ndarray, positions: np.ndarray, has_logits: bool = False
-    ) -> _Sampled:
-        """LM head and sampler in chunks of logit rows; in one chunk if a processor is active, as it must see the batch.
+    ) -> Sampled:
+        """LM head and sampler in chunks of logit rows.
 
         `source`: hidden states [L, H]; if `has_logits`, logits [L, vocab], which may be overwritten.
         """
+        if not len(rows):
+            return Sampled()
+        if not self.backend.shares_host_memory and isinstance(self.sampler, Sampler):
+            return self.start(source, rows, positions, has_logits).finish()
         batch = self.batch
         processors = None if self.processors.is_idle() else self.processors
         scores = None if has_logits else self.scores(source)
@@ -175,26 +232,17 @@ class LogitRowReader:
             if processors is None:
                 tokens = self.sampler.likeliest(scores.largest, scores.tokens, batch.sampling)
                 if tokens is not None:
-                    return _Sampled(tokens)
-        size = len(rows) if processors is not None else self.logit_rows_at_once
+                    return Sampled(tokens)
         outputs = positions + 1 - batch.num_prompt_tokens[rows]
-        sampled, backend = _Sampled(), self.backend
-        pending: list[Pending] = []
-        for start in range(0, len(rows), size or 1):
-            part = slice(start, start + size)
-            own = source if len(rows) <= size else source[part]
+        sampled = Sampled()
+        for part in self._chunks(len(rows), processors):
+            own = source if part == slice(0, len(rows)) else source[part]
             logits = own if has_logits else self.compute_logits(own, rows[part])
             of_part = rows[part], outputs[part], processors, len(batch.request_ids)
-            if backend.shares_host_memory or not isinstance(self.sampler, Sampler):
-                sampled.add(start, self.sampler(logits, batch.sampling, *of_part))
-            else:
-                pending.append(self.sampler.start(logits, batch.sampling, *of_part))
-        arrays = iter(backend.download(*(tensor for item in pending for tensor in item.tensors)) if pending else ())
-        for index, item in enumerate(pending):
-            sampled.add(index * size, item.finish([next(arrays) for _ in item.tensors]))
+            sampled.add(part.start, self.sampler(logits, batch.sampling, *of_part))
         return sampled
 
-    def _take(self, rows: np.ndarray, sampled: _Sampled, result: RunnerOutput) -> None:
+    def take(self, rows: np.ndarray, sampled: Sampled, result: RunnerOutput) -> None:
         """Append to each row its sampled token, or record the error."""
         batch, tokens = self.batch, sampled.tokens
         request_ids = [batch.request_ids[row] for row in rows.tolist()]
@@ -267,7 +315,7 @@ def _drafts_from(rows: np.ndarray, drafts: Drafts, current: np.ndarray) -> dict[
     }
 
 
-def _accepted(drafts: Drafts, current: np.ndarray, sampled: _Sampled) -> np.ndarray:
+def _accepted(drafts: Drafts, current: np.ndarray, sampled: Sampled) -> np.ndarray:
     """The next logit row of each row whose sampled token equals its draft."""
     is_right = drafts.tokens[current] == sampled.tokens
     is_right[list(sampled.errors)] = False

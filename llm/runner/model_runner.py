@@ -19,6 +19,7 @@ import torch
 
 from llm.base.construction import IN_MEMORY, PhaseTimes, WeightPlace, constructing_for
 from llm.base.library_settings import library_defaults, serial_pytorch
+from llm.base.watch import Watch
 from llm.config.engine import CacheConfig, EngineConfig, SpeculativeConfig
 from llm.engine.boundary import CachePart, Captured, LayerReport, Loaded, ModelCost, ProfileRow, RunnerPlan
 from llm.engine.step import NO_SLOT, Adapter, NewRow, RunnerOutput, SchedulerOutput
@@ -56,6 +57,7 @@ from llm.platforms.interface import Platform
 from llm.quantization.base import QuantizationConfig
 from llm.quantization.on_load import ActivationStatistics, OnlineConfig
 from llm.runner.adapters import ModelAdapters
+from llm.runner.ahead import StepAhead, without
 from llm.runner.batch import InputBatch, StepInput
 from llm.runner.images import ImageRows, TowerTensors
 from llm.runner.inside import ModelInside, layers_of
@@ -118,6 +120,10 @@ class ModelRunner:
         self._unused_proposer: Proposer | None = None  # while drafting is off
         # None: the model generates.
         self.pooler: Pooler | None = None
+        # None: the next step has not been started.
+        self._ahead: StepAhead | None = None
+        # None: no step is started before its plan has come.
+        self._watch: Watch | None = None
 
     def load(self, plan: RunnerPlan) -> Loaded:
         """Build the model, load its weights and allocate its caches; called once, before anything else.
@@ -145,6 +151,7 @@ class ModelRunner:
         for tensor in (*weights, *states):
             tensor.data = torch.empty(0, device=tensor.device)
         self.model = self.head = self.recorded = self.proposer = self.pooler = self.adapters = None
+        self._ahead = self._watch = None
         self.states = []
         self.backend.clear()
         self.platform.release_memory()
@@ -163,15 +170,19 @@ class ModelRunner:
                 self.proposer.update(plan)
             if not plan.num_scheduled_tokens:
                 return RunnerOutput()
-            step = self.batch.build(plan)
             started = perf_counter()
+            result = RunnerOutput()
+            plan = self._take_ahead(plan, result)
+            if not plan.num_scheduled_tokens:
+                result.model_seconds = perf_counter() - started
+                return result
+            step = self.batch.build(plan)
             batch = self.prepare_batch(step)
             batch = self.images.apply(step, self.batch, batch)
             inside = self.inside.step(step, self.batch, self.backend.upload)
             batch.inside = inside
             self.extend_context(batch, plan)
             self._copy_states((new.restored_slot, new.slot) for new in plan.new_rows if new.restored_slot)
-            result = RunnerOutput()
             if inside is None:
                 hidden = self.forward(batch)
             else:
@@ -180,10 +191,12 @@ class ModelRunner:
                 hidden = inside.after(hidden, self._logits_of)
                 result.activations = inside.activations
             self._copy_states(plan.snapshots)
-            if self.pooler is None:
-                self._read(hidden, step, result)
-            else:
+            if self.pooler is not None:
                 self._pool(self.pooler, hidden, step, result)
+            elif plan.repeats and self.batch.decodes_alone(step) and self._may_run_ahead():
+                self._sample_and_go_on(hidden, step, result)
+            else:
+                self._read(hidden, step, result)
             if self.proposer is not None:
                 seconds = perf_counter() - started
                 result.draft_token_ids = propose(
@@ -207,14 +220,17 @@ class ModelRunner:
     @library_defaults()
     def set_processors(self, classes: Sequence[type[LogitsProcessor]]) -> None:
         """Replace the custom processors, between steps; the new ones get the batch's rows as added."""
+        self._ahead = None
         self.processors.set_custom(classes, self.batch.added_rows())
 
     def end_call(self) -> None:
         """Release what is held only during a call."""
+        self._ahead = None
         self.processors.end_call()
 
     def reset(self) -> None:
         """Remove every batch row and reset the processors, after a failed step."""
+        self._ahead = None
         self.batch.clear()
         self.images.clear()
         self.processors.forget_rows()
@@ -394,6 +410,9 @@ class ModelRunner:
             with torch.no_grad(), constructing(self.plan, self.platform):
                 return function(self.model)
         finally:
+            self._ahead = None
+            if self._watch is not None:
+                self._watch = Watch(self.model.modules())
             weights_changed(self.model)
             self.inside = ModelInside(self.model, self._vocab_size, self.plan.config.cache_config.kv_cache_dtype)
             if self.recorded is not None:
@@ -608,16 +627,18 @@ class ModelRunner:
             self.pooler = Pooler(self.plan.pooling, self.model, self.backend)
         elif self._may_record(config):
             self.recorded = self._new_recorded()
+        self._watch = Watch(self.model.modules()) if config.scheduler_config.async_scheduling else None
         self.proposer = make_proposer(config.speculative_config, self.plan, self._draft_runner, self._make_head)
 
     def _detach_model(self) -> None:
         """Let go of what refers to the model's modules, and to the caches."""
+        self._ahead = None
         self.set_drafting(True)
         if self.proposer is not None:
             self.proposer.close()
         if self.adapters is not None:
             self.adapters.close()
-        self.proposer = self.adapters = self.pooler = self.recorded = None
+        self.proposer = self.adapters = self.pooler = self.recorded = self._watch = None
 
     def _allocate_states(self, specs: Sequence[StateSpec], cache: CacheConfig) -> list[tuple[torch.Tensor, ...]]:
         paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
@@ -718,16 +739,69 @@ class ModelRunner:
             return forward(batch)
         return self.adapters.compute(lambda: forward(batch), batch.adapter_ids)
 
-    def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
-        """Sample and score the step's logit rows from the hidden states [N, H]."""
-        reader = LogitRowReader(
+    def _reader(self) -> LogitRowReader:
+        return LogitRowReader(
             *(self.batch, self.sampler, self.processors, self._logits_of, self._logit_rows_at_once),
             *(self._scores, self.backend),
         )
+
+    def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
+        """Sample and score the step's logit rows from the hidden states [N, H]."""
         if step.logit_rows.num_sampled < len(hidden):  # otherwise these are all, in order
             hidden = self.backend.ops.select_rows(hidden, step.forward_batch.logits_indices)
-        reader.read(hidden, step.logit_rows, result)
+        self._reader().read(hidden, step.logit_rows, result)
         self.batch.settle(step)
+
+    # --- The step after this one (see `ahead.py`). ---
+
+    def _may_run_ahead(self) -> bool:
+        """True if nothing but its tokens has to be known of the next step of these rows, and nothing looks at steps."""
+        rows = len(self.batch.request_ids)
+        return (
+            self._watch is not None
+            and not self._watch()
+            and type(self).extend_context is ModelRunner.extend_context
+            and type(self.sampler) is Sampler
+            and self.processors.is_idle()
+            and not self.processors.custom
+            and self.proposer is None
+            and not self.batch.has_slots  # recurrent states would have changed for nothing
+            and not self.batch.adapter_slots[:rows].any()
+            and all(params.inside is None for params in self.batch.params)
+        )
+
+    def _sample_and_go_on(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
+        """`_read` of a step that computes a token of every row; the next such step is started before it waits."""
+        reader, logit_rows = self._reader(), step.logit_rows
+        sampled = reader.start(hidden, logit_rows.rows, logit_rows.positions)
+        self._ahead = self._start_ahead(logit_rows.positions + 1, sampled.tokens)
+        reader.take(logit_rows.rows, sampled.finish(), result)
+        self.batch.settle(step)
+
+    def _start_ahead(self, positions: np.ndarray, tokens: torch.Tensor) -> StepAhead | None:
+        """Start the step that computes these tokens, int64 [rows], at these positions of all rows; None: it was not."""
+        step = self.batch.build_next(positions, tokens)
+        if step is None:
+            return None
+        hidden = self.forward(self.prepare_batch(step))
+        sampled = self._reader().start(hidden, step.logit_rows.rows, positions)
+        return StepAhead(list(self.batch.request_ids), positions, sampled)
+
+    def _take_ahead(self, plan: SchedulerOutput, result: RunnerOutput) -> SchedulerOutput:
+        """Read what was started before the plan came; returns what is left to compute of the plan."""
+        ahead, self._ahead = self._ahead, None
+        known = {} if ahead is None else ahead.rows_of(plan, self.batch)
+        if ahead is None or not known:
+            return plan
+        rows, own = np.array(list(known)), list(known.values())
+        plan = without(plan, {ahead.request_ids[row] for row in own})
+        is_all = not plan.num_scheduled_tokens and len(rows) == len(self.batch.request_ids)
+        if is_all and plan.repeats and self._may_run_ahead():
+            tokens = ahead.tokens_of(own, self.backend.upload)
+            self._ahead = self._start_ahead(ahead.positions[own] + 1, tokens)
+        self._reader().take(rows, ahead.started.finish().of(own), result)
+        self.batch.advance(rows)
+        return plan
 
     def _logits_of(self, hidden: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
         """`compute_logits` of logit rows of these batch rows."""

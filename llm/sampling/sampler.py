@@ -136,6 +136,19 @@ class Sampler:
         values, ids = self.backend.download(largest, tokens)
         return ids.tolist() if all(value > -math.inf for value in values.tolist()) else None
 
+    def start_likeliest(
+        self, largest: torch.Tensor, tokens: torch.Tensor, params: SamplingRows, outputs: np.ndarray
+    ) -> Pending | None:
+        """The same on a device, which nobody waits for; a logit row without a token gets its error."""
+        if params.demanding:
+            return None
+
+        def finish(arrays: Sequence[np.ndarray]) -> SamplerOutput:
+            found = SamplerOutput(torch.from_numpy(arrays[0]), errors=_errors_of(arrays[1].tolist()))
+            return self.final(found, outputs)
+
+        return Pending([tokens, largest], finish)
+
     def __call__(
         self,
         logits: torch.Tensor,
@@ -284,9 +297,7 @@ class _Step:
         return largest, tokens
 
     def _check(self, largest: list[float]) -> None:
-        for logit_row, value in enumerate(largest):
-            if not value > -math.inf:
-                self.errors.setdefault(logit_row, SamplingError(_NAN if math.isnan(value) else _ALL_BARRED))
+        self.errors = _errors_of(largest) | self.errors
 
     def _report(self, logit_rows: np.ndarray, logits: torch.Tensor, overwritten: bool) -> None:
         """Record logits to take logprobs of. `overwritten`: True if later steps may overwrite `logits`."""
@@ -368,6 +379,15 @@ class _DeviceStep(_Step):
             among = logits.masked_fill(~kept, -math.inf)
             self.reported.append((random[wanted], self._select(among, wanted)))
         return tokens.index_copy(0, backend.upload(random), drawn)
+
+
+def _errors_of(largest: list[float]) -> dict[int, Exception]:
+    """Of the logit rows without a token, by their largest logits."""
+    return {
+        logit_row: SamplingError(_NAN if math.isnan(value) else _ALL_BARRED)
+        for logit_row, value in enumerate(largest)
+        if not value > -math.inf
+    }
 
 
 def _index(logit_rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:

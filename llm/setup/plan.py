@@ -108,10 +108,12 @@ def make_plan(
     )
     reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": why}
     _add_notes(reasons, args, model, memory)
+    speculation = choose_speculation(args, specs, backend, reasons)
+    ahead, reasons["async_scheduling"] = _async_scheduling(args, model, platform, speculation)
     config = EngineConfig(
         _model_config(args, model, dtypes, memory.max_model_len, _seed(args, reasons)),
         _cache_config(args, memory, kv_dtype),
-        scheduler,
+        replace(scheduler, async_scheduling=ahead),
         str(platform.device),
         backend.invariant[0],
         compilation,
@@ -119,7 +121,7 @@ def make_plan(
         model.quantization.config,
         _num_threads(args, platform, reasons, tp),
         ReasoningConfig.of(args.reasoning_config),
-        choose_speculation(args, specs, backend, reasons),
+        speculation,
         offload,
         adapters,
         parallel_config=ParallelConfig(tensor_parallel_size=tp.size, world_size=tp.size),
@@ -140,6 +142,19 @@ def make_plan(
         measures_cache=backend.device.type != "cpu" and args.kv_cache_memory_bytes is None and model.pooling is None,
         pooling=model.pooling,
     )
+
+
+def _async_scheduling(
+    args: LLMArgs, model: ReadModel, platform: Platform, speculation: SpeculativeConfig | None
+) -> tuple[bool, str]:
+    """(whether a device starts steps before the host has read the tokens of those before, why)."""
+    if platform.device.type == "cpu":
+        return False, "a CPU computes nothing while the host goes on"
+    if args.async_scheduling is False:
+        return False, "asked for"
+    if model.pooling is not None or speculation is not None:
+        return False, "the next step depends on this one's results"
+    return True, "a step is started before the tokens of the one before are read, where it needs nothing else of them"
 
 
 def _specs(
@@ -492,9 +507,12 @@ def choose_speculation(
             "take back a rejected draft; leave it out.",
             parameter="speculative_config",
         )
-    if takes_back and (backend.invariant[0] or not config.is_default):
+    goes_on = backend.device.type != "cpu" and args.async_scheduling is not False
+    if takes_back and (not config.is_default or (backend.invariant[0] and not goes_on)):
         return config
     why = "answers depend on the batch" if takes_back else "a rejected draft would stay in the recurrent states"
+    if takes_back and goes_on:
+        why = "a device computes the next step in the place of drafts (async_scheduling)"
     reasons["speculative_config"] = f"default; {why}"
     return None
 

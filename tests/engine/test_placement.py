@@ -25,6 +25,7 @@ from llm.errors import LLMError, OutOfMemoryError
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import pytorch
 from llm.layers.attention import PagedAttention
+from llm.runner.ahead import StepAhead
 from llm.runner.model_runner import ModelRunner
 from llm.sampling import sampler
 from llm.sampling.logits_processors import builtin, interface
@@ -46,11 +47,14 @@ PARAMS = [
     for request in REQUESTS
 ]
 
+MARK = Backend._mark
+
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """`device=` of a platform whose tensors the CPU's cannot be mixed with."""
     monkeypatch.setattr(llm.platforms, "BUILTIN", (*llm.platforms.BUILTIN, PretendPlatform))
+    monkeypatch.setattr(Backend, "_mark", lambda self: QUEUE.mark())
     with pretend_device():
         yield PretendPlatform.name
 
@@ -143,6 +147,7 @@ def test_every_kind_of_model_computes_on_another_device(
 ) -> None:
     row, folder = TINY_MODELS[kind], tiny_checkpoint(kind, tmp_path_factory)
     prompts, options = make_prompts(row), {**row.engine, "skip_tokenizer_init": True, "dtype": dtype}
+    options["async_scheduling"] = False  # with it, one step waits for what another asked
     with open_llm(folder, device="cpu", **options) as opened:
         tokens, logprobs, of_prompts = told(run(opened, prompts, GREEDY))
     with open_llm(folder, device=pretend, **options) as opened:
@@ -171,7 +176,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 DUMMY: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy"}
-ON_CUDA = [*((kind, None) for kind in ("gpt-oss", "deepseek-v3", "qwen3-next", "nemotron-h")), ("qwen3", "w4a16")]
+ON_CUDA = [
+    *((kind, None) for kind in ("gpt-oss", "deepseek-v3", "qwen3-next", "nemotron-h")),
+    *(("qwen3", "w4a16"), ("llama", "w4a8")),
+]
 
 
 @pytest.mark.parametrize(("kind", "quantization"), ON_CUDA)
@@ -237,12 +245,131 @@ def test_what_does_not_wait_is_seen(
         staging = engine_of(opened).runner.backend._staging
         if defect.startswith("memory"):
             taken = staging._taken
-            monkeypatch.setattr(staging, "_taken", lambda like: (staging.waited(), taken(like))[1])
+            monkeypatch.setattr(staging, "_taken", lambda like: (staging.give_back(staging.taken()), taken(like))[1])
         else:
-            monkeypatch.setattr(Backend, "synchronize", lambda self: None)
+            monkeypatch.setattr(Backend, "_mark", lambda self: lambda: None)
         # Other answers, or numbers that are no tokens.
         with contextlib.suppress(IndexError, LLMError, OverflowError, RuntimeError):
             assert tokens(run(opened, prompts, GREEDY_ALONE)) != expected
+
+
+# --- Steps that are started before the tokens of the one before are read. ---
+
+# Rows end at different steps, some by a token, and cross blocks; more rows than are computed at a time.
+MANY = [
+    SamplingParams(temperature=t, max_tokens=5 + 4 * i, seed=i, ignore_eos=i % 2 == 0, logprobs=1 if i % 3 else None)
+    for i, t in enumerate((0, 0, 1.0, 0, 0.7, 0, 1.0))
+]
+
+
+class Ahead:
+    """The steps of a runner that were started early, and those of them that were read."""
+
+    def __init__(self, opened: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = engine_of(opened).runner
+        self.started = self.rows = self.taken = 0
+        start, take = runner._start_ahead, StepAhead.rows_of
+
+        def started(positions: np.ndarray, *rest: Any) -> Any:
+            found = start(positions, *rest)
+            self.started += found is not None
+            self.rows += 0 if found is None else len(positions)
+            return found
+
+        def taken(ahead: StepAhead, *args: Any) -> dict[int, int]:
+            found = take(ahead, *args)
+            self.taken += len(found)
+            return found
+
+        runner._start_ahead = started
+        monkeypatch.setattr(StepAhead, "rows_of", taken)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("rows", [2, 8])
+def test_a_step_that_is_started_early_changes_no_answer(
+    pretend: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, kind: str, rows: int
+) -> None:
+    row, folder = TINY_MODELS[kind], tiny_checkpoint(kind, tmp_path_factory)
+    prompts = (make_prompts(row) * 2)[: len(MANY)]
+    options = {**row.engine, "skip_tokenizer_init": True, "device": pretend, "dtype": "float32", "max_num_seqs": rows}
+    with open_llm(folder, **options, async_scheduling=False, speculative_config=None) as opened:
+        assert not opened.config.scheduler_config.async_scheduling
+        expected = run(opened, prompts, MANY)
+    with open_llm(folder, **options) as opened:
+        assert opened.config.scheduler_config.async_scheduling and opened.config.speculative_config is None
+        ahead = Ahead(opened, monkeypatch)
+        found = run(opened, prompts, MANY)
+        assert 0.7 * ahead.rows < ahead.taken <= ahead.rows and ahead.started > 10
+        again = run(opened, prompts[::-1], MANY[::-1])[::-1]
+    assert tokens(found) == tokens(expected) == tokens(again)
+    for own, theirs in zip(found, expected, strict=True):
+        assert own.outputs[0].finish_reason == theirs.outputs[0].finish_reason
+        for a, b in zip(own.outputs[0].logprobs or (), theirs.outputs[0].logprobs or (), strict=True):
+            assert a.keys() == b.keys() and all(abs(a[key].logprob - b[key].logprob) < 1e-4 for key in a)
+
+
+def test_rows_that_lose_their_blocks_or_are_left_half_done_are_not_mixed_up(
+    pretend: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    row, folder = TINY_MODELS["qwen3"], tiny_checkpoint("qwen3", tmp_path_factory)
+    prompts = make_prompts(row)[:4]
+    options = {**row.engine, "skip_tokenizer_init": True, "device": pretend, "dtype": "float32", "block_size": 4}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with open_llm(folder, **options) as opened:
+        expected = tokens(run(opened, prompts, params))
+        per_block = opened.config.cache_config.kv_cache_memory_bytes // opened.config.cache_config.num_blocks
+        short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        rest = opened.generate_iter([{"prompt_token_ids": ids} for ids in prompts], [short, *[params] * 3])
+        assert next(rest).outputs[0].token_ids == expected[0][:3]  # the others are under way
+        assert tokens(run(opened, prompts[1:], params)) == expected[1:]
+        rest.close()
+        assert tokens(run(opened, prompts, params)) == expected
+        engine_of(opened).scheduler.check_integrity()
+    few = -(-max(len(prompt) + 40 for prompt in prompts) // 4) + 6
+    with open_llm(folder, **options, max_model_len=4 * (few - 6), kv_cache_memory_bytes=few * per_block) as opened:
+        assert tokens(run(opened, prompts, params)) == expected
+        assert engine_of(opened).scheduler.num_preemptions > 0
+        engine_of(opened).scheduler.check_integrity()
+
+
+def test_what_needs_the_tokens_waits_for_them(pretend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_llm(device=pretend) as opened:
+        ahead = Ahead(opened, monkeypatch)
+        run(opened, PROMPTS[:2], SamplingParams(max_tokens=6, repetition_penalty=1.2, ignore_eos=True))
+        assert not ahead.started
+        run(opened, PROMPTS[:2], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+        assert ahead.started
+
+
+@pytest.mark.parametrize("defect", ["other positions", "tokens of other rows"])
+def test_a_step_of_other_rows_is_seen(
+    pretend: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, defect: str
+) -> None:
+    """The control."""
+    row, folder = TINY_MODELS["qwen3"], tiny_checkpoint("qwen3", tmp_path_factory)
+    prompts = (make_prompts(row) * 2)[: len(MANY)]
+    with open_llm(folder, device=pretend, dtype="float32", skip_tokenizer_init=True, **row.engine) as opened:
+        expected = tokens(run(opened, prompts, MANY))
+        runner = engine_of(opened).runner
+        if defect == "other positions":
+            start = runner._start_ahead
+            monkeypatch.setattr(runner, "_start_ahead", lambda positions, own: start(positions + 1, own))
+            monkeypatch.setattr(
+                StepAhead,
+                "rows_of",
+                lambda self, plan, batch: {
+                    batch.index[name]: at
+                    for at, name in enumerate(self.request_ids)
+                    if name in plan.num_scheduled_tokens
+                },
+            )
+        else:
+            monkeypatch.setattr(
+                StepAhead, "tokens_of", lambda self, rows, upload: self.started.tokens[: len(rows)].flip(0)
+            )
+        with contextlib.suppress(IndexError, LLMError, RuntimeError):
+            assert tokens(run(opened, prompts, MANY)) != expected
 
 
 class Measured(PretendPlatform):
@@ -379,6 +506,7 @@ def test_the_device_is_set_waited_for_and_copied_to(
     monkeypatch.setattr(llm.platforms, "BUILTIN", (*llm.platforms.BUILTIN, Asked))
     monkeypatch.setattr(Asked, "name", "asked")
     Asked.calls.clear()
+    monkeypatch.setattr(Backend, "_mark", MARK)
     folder = tiny_checkpoint("qwen3", tmp_path_factory)
     with open_llm(folder, device="asked", skip_tokenizer_init=True, logits_processors=[Told]) as opened:
         assert Asked.calls == [0]
