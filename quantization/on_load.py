@@ -61,9 +61,9 @@ class Recipe:
     can_rotate: bool = False
 
     @property
-    def is_integer(self) -> bool:
-        """Its values are plain integers, which calibration makes more accurate."""
-        return self.form in INTEGERS
+    def is_compensated(self) -> bool:
+        """Calibration makes its weights more accurate."""
+        return compensates(self.bits, self.form)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -72,8 +72,8 @@ RECIPES: dict[str, Recipe] = {
     "w8a16": Recipe("W8A16", 8, None, "w8a16"),
     "w4a8": Recipe("W4A8_DYNAMIC", 4, 32, "w8a8", "two_levels", rotates=True, unrotated="asymmetric"),
     "w4a16": Recipe("W4A16", 4, 32, "w8a16", "asymmetric", can_rotate=True),
-    "fp8": Recipe("W8A16_FP8", 8, None, "fp8", "float8"),
-    "mxfp4": Recipe("W4A16", 4, 32, "fp8", "mxfp4", fixed=True),
+    "fp8": Recipe("W8A16_FP8", 8, None, "w8a16", "float8"),
+    "mxfp4": Recipe("W4A16", 4, 32, "w8a16", "mxfp4", fixed=True),
     "nf4": Recipe("W4A16", 4, 64, "w8a16", "nf4"),
     "q8_0": Recipe("W8A16", 8, GROUP, "q8_0", "q8_0", fixed=True),
     "q4_0": Recipe("W4A16", 4, GROUP, "q8_0", "q4_0", fixed=True),
@@ -207,9 +207,9 @@ class OnlineConfig(QuantizationConfig):
 
     @property
     def uses_calibration(self) -> bool:
-        """Whether there are texts and a layer that they make a difference to: int4, or static activations."""
+        """Whether there are texts and a layer that they make a difference to."""
         recipes = [RECIPES[name] for name in (self.scheme, *(item[1] for item in self.layers))]
-        matters = any((recipe.bits == 4 and recipe.is_integer) or recipe.scheme == "W8A8" for recipe in recipes)
+        matters = any(recipe.is_compensated or recipe.scheme == "W8A8" for recipe in recipes)
         return (bool(self.calibration) or self.own_texts) and matters
 
     def get_name(self) -> str:
@@ -344,7 +344,7 @@ class OnlineConfig(QuantizationConfig):
         recipe = RECIPES[name]
         size, note = _fitting_group(choice, columns, prefix)
         static = recipe.scheme == "W8A8"
-        form = "" if self.symmetric and recipe.bits == 4 and recipe.is_integer else recipe.form
+        form = "" if self.symmetric and recipe.bits == 4 and recipe.form in INTEGERS else recipe.form
         rotation = block_for(columns) if self._rotates(recipe) and form == recipe.form else 0
         if rotation:
             note += f", rotated in blocks of {rotation}"
@@ -612,6 +612,11 @@ INTEGERS = ("", "asymmetric", "two_levels")
 _TABLES = {"mxfp4": doubled_fp4, "nf4": nf4}
 
 
+def compensates(bits: int, form: str) -> bool:
+    """Whether rounding errors of a form are fed back by what calibration showed."""
+    return form == "float8" or (bits <= 4 and form in INTEGERS)
+
+
 @dataclass
 class ActivationStatistics:
     """Statistics of a layer's inputs during calibration.
@@ -702,7 +707,7 @@ class QuantizeOnLoad(StreamedStorage):
     @property
     def compensates(self) -> bool:
         """Whether rounding errors are fed back by what calibration showed."""
-        return self._statistics is not None and self.search and self.form in INTEGERS
+        return self._statistics is not None and compensates(self.bits, self.form)
 
     @property
     def signal_to_noise(self) -> float:

@@ -31,8 +31,10 @@ from llm.kernels.reference import quantize_weight as reference
 from llm.kernels.reference.linear import pack
 from llm.kernels.reference.quantize_weight import (
     CLIP_SHARES,
+    LARGEST_FLOAT8,
     best_scale_and_zero,
     code_limits,
+    float8_scale,
     largest_of,
     level_of,
     place_of,
@@ -220,7 +222,8 @@ def quantize_with_feedback(
     form: str = "",
     rotation: int = 0,
 ) -> Quantized:
-    """Integers of at most 4 bits for a weight [N, K], whose errors are compensated (GPTQ, arXiv:2210.17323).
+    """Integers of at most 4 bits, or floats of 8, for a weight [N, K], whose errors are compensated (GPTQ,
+    arXiv:2210.17323).
 
     A column's error is weighted by its mean squared activation where scales and zero points are searched for, and each
     column's rounding error is compensated in the columns after it: from the groups, and within a group the columns,
@@ -230,7 +233,7 @@ def quantize_with_feedback(
     Args:
         moments: mean of x x^T for consecutive runs of columns, float32 [B, B] each, together K columns.
         form: "": symmetric; "asymmetric": with zero points, which are the result's minima; "two_levels": with levels,
-            which are in that place too. The last two are of 4 bits.
+            which are in that place too; "float8". The second and the third are of 4 bits.
         rotation: the rows are rotated in blocks of so many columns first, as inputs will be.
 
     Raises:
@@ -246,7 +249,8 @@ def quantize_with_feedback(
         columns = torch.cat([start + each for start, each in zip(starts, order, strict=False)])
         groups = columns[::group_size] // group_size
         feedback = [(_feedback(moment), moment.diagonal()) for moment in moments]
-        q, parts, signal, noise = torch.empty(weight.shape, dtype=torch.int8), [], 0.0, 0.0
+        dtype = torch.float8_e4m3fn if form == "float8" else torch.int8
+        q, parts, signal, noise = torch.empty(weight.shape, dtype=dtype), [], 0.0, 0.0
         step = max(1, _ROUNDED_ELEMENTS // weight.shape[1])
         for start in range(0, len(weight), step):
             part = weight[start : start + step].float()
@@ -258,13 +262,13 @@ def quantize_with_feedback(
             codes, scale, zero = (torch.empty_like(values) for values in rounded)
             for values, found, places in zip((codes, scale, zero), rounded, (columns, groups, groups), strict=True):
                 values[:, places] = found
-            q[start : start + step] = codes
+            q[start : start + step] = codes.to(dtype)
             parts.append((scale, zero) if grid.row_scale is None else (grid.row_scale, grid.levels(scale, zero)))
             value = (codes.unflatten(1, (-1, group_size)) - zero[..., None]) * scale[..., None]
             signal += float(part.square().sum())
             noise += float((part - value.flatten(1)).square_().sum())
     scale, zero = (torch.cat(each) for each in zip(*parts, strict=True))
-    return Quantized(q, scale, signal, noise, zero if form else None)
+    return Quantized(q, scale, signal, noise, None if form in ("", "float8") else zero)
 
 
 @dataclass
@@ -287,6 +291,10 @@ class _Grid:
             scale, zero = (torch.stack(part) for part in zip(*parts, strict=True))
             return scale, zero, torch.full_like(scale, -high - 1), torch.full_like(scale, high)
         groups = x.t().reshape(x.shape[1], -1, size)
+        if self.form == "float8":
+            scale = float8_scale(groups.abs().amax(dim=-1)).t()
+            limit = torch.full_like(scale, LARGEST_FLOAT8)
+            return scale, torch.zeros_like(scale), -limit, limit
         if self.row_scale is not None:
             step, place = level_of(groups / self.row_scale[..., None], weights)
             zero = shift_of(step, place) / step - 8
@@ -431,8 +439,11 @@ def _round_with_feedback(
             errors = x.new_empty(end - first, rows)
             for column in range(first, end):
                 value, group = x[start + column], (start + column) // group_size
-                code = (value / scale[group]).add_(beside[group]).round_().add_(whole[group])
-                code = code.clamp_(least[group], most[group])
+                code = value / scale[group]
+                if grid.form == "float8":
+                    code = code.clamp_(least[group], most[group]).to(torch.float8_e4m3fn).float()
+                else:
+                    code = code.add_(beside[group]).round_().add_(whole[group]).clamp_(least[group], most[group])
                 codes[start + column] = code
                 errors[column - first] = error = (value - (code - zero[group]) * scale[group]) / factor[column, column]
                 x[start + column + 1 : start + end].addr_(factor[column, column + 1 : end], error, alpha=-1)

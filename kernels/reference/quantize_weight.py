@@ -143,7 +143,7 @@ NF4 = (
 )
 BEYOND = "holds values beyond the range of the blocks' float16 scales"
 
-_LARGEST_FLOAT8 = 448.0
+LARGEST_FLOAT8 = 448.0
 _LARGEST_FP4 = 6.0
 _LARGEST_EXPONENT = 2
 # Of a float32's bits.
@@ -249,9 +249,14 @@ def empty(form: str, rows: int, columns: int, group_size: int, device: torch.dev
     return q, scale, torch.empty_like(scale) if form in HAVE_MINIMA + HAVE_ZEROS else None
 
 
+def float8_scale(largest: torch.Tensor) -> torch.Tensor:
+    """Of groups whose largest magnitudes these are."""
+    return torch.where(largest == 0, torch.ones_like(largest), largest / LARGEST_FLOAT8)
+
+
 def _round_float8(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
-    scale = torch.where(largest == 0, torch.ones_like(largest), largest / _LARGEST_FLOAT8)
-    codes = (groups / scale).clamp_(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(torch.float8_e4m3fn)
+    scale = float8_scale(largest)
+    codes = (groups / scale).clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
     return _Rounded(codes, scale, codes.float() * scale)
 
 

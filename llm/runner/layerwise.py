@@ -80,6 +80,10 @@ class LayerwiseRunner(ModelRunner):
                     super()._copy_states(step)
         found = observer.stop()
         _free_parameters(layer)
+        if self._computed == len(self._layers):
+            self._work.clear()
+            for tensor in (tensor for state in self.states for tensor in state):
+                tensor.data = tensor.data.new_empty(0)
         self.platform.release_memory()
         return {f"{path}.{name}": statistics for name, statistics in found.items()}
 

@@ -948,7 +948,9 @@ def _in_order(tensors: Tensors, config: QuantizationConfig | None, model: torch.
     if not in_order or not isinstance(tensors, Checkpoint | UpdatedTensors):
         return tensors
     layers = [f"model.layers.{index}" for index, _ in enumerate(model.get_submodule("model.layers").children())]
-    return tensors.parts(list(WeightMap(model).by_part(tensors.tensors, layers).values()))
+    parts = WeightMap(model).by_part(tensors.tensors, layers)
+    # The embedding comes last: what it takes while it is quantized is not needed beside the texts.
+    return tensors.parts([*(parts[layer] for layer in layers), parts[""]])
 
 
 @contextmanager

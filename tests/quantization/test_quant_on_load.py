@@ -150,6 +150,24 @@ def test_feedback_lowers_the_error_of_outputs(seed: int, size: int, asymmetric: 
     assert found.noise == pytest.approx(error, rel=1e-3) and found.signal == pytest.approx(float(weight.square().sum()))
 
 
+def test_feedback_lowers_the_error_of_outputs_of_floats() -> None:
+    """With other columns' moments it does not: the control."""
+    x = normal(1, 4000, 16) @ normal(0, 16, 128) + 0.3 * normal(3, 4000, 128)
+    weight = normal(2, 24, 128)
+    moment = x[:3000].t() @ x[:3000] / 3000
+
+    def error(each: quantizer.Quantized) -> float:
+        assert each.q.dtype == torch.float8_e4m3fn and each.minimum is None and torch.isfinite(each.q.float()).all()
+        return float((x[3000:] @ (weight - each.q.float() * each.scale).t()).square().mean())
+
+    found, other = (
+        quantize_with_feedback(weight, 8, 128, [each], form="float8") for each in (moment, moment.roll((1, 1), (0, 1)))
+    )
+    plain = error(quantize_weight_as(weight, "float8", 128))
+    assert error(found) < 0.5 * plain < 0.5 * error(other)
+    assert found.noise == pytest.approx(float((weight - found.q.float() * found.scale).square().sum()), rel=1e-3)
+
+
 @pytest.mark.parametrize("size", [32, 128])
 def test_feedback_lowers_the_error_of_outputs_on_two_levels_of_scales(size: int) -> None:
     """The weight is rotated, and so are the inputs that count errors. Levels of other rows lose all: the control."""
