@@ -32,6 +32,7 @@ OPERATIONS: dict[str, str] = {
     "quantize_static": "linear",
     "quantize_weight": "quantize_weight",
     "quantize_weight_as": "quantize_weight",
+    "column_squares": "quantize_weight",
     "decode_blocks": "gguf_blocks",
     "rms_norm": "norm",
     "add_rms_norm": "norm",
@@ -74,7 +75,7 @@ _LAYOUTS = (("kv_cache_shapes", "write_kv_cache", "paged_attention"),)
 # Operations that compute nothing, or each element from those beside it in the row: PyTorch's bits, too, do not depend
 # on the batch.
 _EXACT = {
-    *("pack", "embedding", "quantize_weight", "quantize_weight_as", "decode_blocks"),
+    *("pack", "embedding", "quantize_weight", "quantize_weight_as", "column_squares", "decode_blocks"),
     *("kv_cache_shapes", "write_kv_cache", "write_latent_cache"),
     *("select_rows", "ids_below", "multiply", "add", "scale", "argmax"),
 }

@@ -29,8 +29,9 @@ from llm.quantization.packing import doubled_fp4, nf4
 from llm.quantization.quantizer import (
     IntegerWeight,
     Quantized,
+    are_far_apart,
     decibels,
-    feedback_of_columns,
+    guessed_input_squares,
     quantize_weight,
     quantize_weight_as,
     quantize_with_feedback,
@@ -696,13 +697,16 @@ class QuantizeOnLoad(StreamedStorage):
         self.search = bits <= 4
         self._ops = backend_of_construction().ops
         self._signal = self._noise = 0.0
-        self._feedback: torch.Tensor | None = None
+        self._input_squares: torch.Tensor | None = None
 
     def see(self, loaded: torch.Tensor) -> None:
         """Of rotated columns errors are compensated by what the columns show, where no texts do."""
         fits = self.rotation and self.form in ("two_levels", "asymmetric") and self.rotation % self.group_size == 0
-        if fits and not self.compensates:
-            self._feedback = feedback_of_columns(loaded, self.rotation, far_apart_only=self.form == "asymmetric")
+        if fits and not self.compensates and loaded.shape[-1] == self._columns:
+            guess = guessed_input_squares(self._ops.column_squares(loaded))
+            # The form that has no kernel takes long.
+            if self.form == "two_levels" or are_far_apart(guess, self.rotation):
+                self._input_squares = guess
 
     @property
     def compensates(self) -> bool:
@@ -727,7 +731,7 @@ class QuantizeOnLoad(StreamedStorage):
             loaded = loaded.to(weight.q.device)
         third = next((part for part in (weight.zero, weight.minimum, weight.levels) if part is not None), None)
         result = self.quantized(loaded, (q, scale, None if third is None else third[rows]))
-        self._feedback = None  # of this tensor alone
+        self._input_squares = None  # of this tensor alone
         if result.q is not q:
             q.copy_(result.q)
             scale.copy_(result.scale)
@@ -749,7 +753,7 @@ class QuantizeOnLoad(StreamedStorage):
                 kernel=self._ops.quantize_weight_as,
                 out=out,
                 rotation=self.rotation,
-                feedback=None if self._feedback is None else self._feedback.to(loaded.device),
+                input_squares=None if self._input_squares is None else self._input_squares.to(loaded.device),
             )
         return quantize_weight(
             loaded,

@@ -5,6 +5,7 @@
 // value: what is behind a reference is read again after each code that is kept.
 #pragma once
 
+#include <initializer_list>
 #include <limits>
 
 #include "group_tile.h"

@@ -2,6 +2,7 @@
 //
 // The formulas, roundings and orders of sums of kernels/reference/quantize_weight.py and quantize_forms.py. Plain
 // rounding takes a row at a time. What searches for a scale, or has small groups, takes 16 groups side by side.
+#include "compensation.h"
 #include "group_blocks.h"
 #include "kinds.h"
 #include "quantize.h"
@@ -16,6 +17,11 @@ namespace {
 constexpr int64_t NOT_FINITE = 1, BEYOND_RANGE = 2;
 // Elements whose sums of squares are float32.
 constexpr int64_t SUMMED = 256;
+// Rows whose squares are summed at once, and what a row's largest magnitude is counted as: sums have 31 bits.
+constexpr int64_t SUMMED_ROWS = 128;
+constexpr float LARGEST_SHARE = 2047.0f;
+// Scales of rows are larger.
+constexpr float LEAST_DIVISOR = 0x1p-100f;
 // Elements that are worth a task.
 constexpr int64_t TASK_ELEMENTS = 1 << 13;
 
@@ -36,8 +42,8 @@ struct Energy {
 struct Job {
     int8_t* q;
     float *scale, *minimum;
-    double* energies;       // of each row, or of each 16 groups: the sums of W^2 and of its error's squares
-    const float* feedback;  // of TWO_LEVELS: [k / rotation][rotation][rotation], or null
+    double* energies;            // of each row, or of each 16 groups: the sums of W^2 and of its error's squares
+    const float* input_squares;  // of TWO_LEVELS: [k], or null
     int64_t n, k, group_size, rotation, threads;
 
     int64_t groups() const { return n * (k / group_size); }
@@ -173,9 +179,9 @@ template <class Rule, class T> int64_t quantize_tiles(const Job& job, const Rule
 template <class T> class LeveledRows {
     const Job& job_;
     const T* src_;
+    const float* shares_;                   // of all blocks, where errors are compensated; else null
     const int64_t per_row_, rows_, lanes_;  // rows_ at a time, with the groups of so many lanes
 
-    static constexpr float LEAST_SCALE = 0x1p-100f;
     int64_t tile() const { return tile_floats(job_.group_size); }
     // The row as floats, and its scale; 0: it holds a value that is not finite.
     float read(int64_t row, float* x) const {
@@ -184,74 +190,73 @@ template <class T> class LeveledRows {
         if (job_.rotation) rotate_row(x, x, job_.k, job_.rotation);
         const float largest = largest_magnitude(x, job_.k), scale = largest / 127.0f;
         if (!(largest <= std::numeric_limits<float>::max())) return 0.0f;
-        return scale > LEAST_SCALE ? scale : 1.0f;
+        return scale > LEAST_DIVISOR ? scale : 1.0f;
     }
 
   public:
-    LeveledRows(const Job& job, const T* src)
-        : job_(job), src_(src), per_row_(job.k / job.group_size),
-          rows_(job.feedback ? LANES : max(1, min(LANES, 4 * TASK_ELEMENTS / max(1, job.k)))),
+    LeveledRows(const Job& job, const T* src, const float* shares)
+        : job_(job), src_(src), shares_(shares), per_row_(job.k / job.group_size),
+          rows_(shares ? CompensatedBlock::TILES * LANES : max(1, min(LANES, 4 * TASK_ELEMENTS / max(1, job.k)))),
           lanes_(ceil_div(rows_ * per_row_, LANES) * LANES) {}
     int64_t tasks() const { return ceil_div(job_.n, rows_); }
     int64_t scratch_bytes() const {
-        const int64_t tiles = job_.feedback ? 5 * tile_floats(job_.rotation) : 2 * tile();
-        return (rows_ * job_.k + LANES + tiles + lanes_) * sizeof(float);
+        if (shares_)
+            return (tile_floats(job_.k) / LANES + 5 * CompensatedBlock::TILES * tile_floats(job_.rotation)) *
+                   sizeof(float);
+        return (rows_ * job_.k + LANES + 2 * tile() + lanes_) * sizeof(float);
     }
     int64_t run(int64_t task, char* scratch) const {
-        return job_.feedback ? run_with_feedback(task, scratch) : run_groups(task, scratch);
+        return shares_ ? run_blocks(task, scratch) : run_groups(task, scratch);
     }
 
   private:
-    // Sixteen rows side by side, a block of rotated columns after the other: `_round_with_feedback` of the reference.
-    int64_t run_with_feedback(int64_t task, char* scratch) const {
-        const int64_t first = task * LANES, count = min(LANES, job_.n - first), block = job_.rotation;
-        float* rows = reinterpret_cast<float*>(scratch);
-        float *side_by_side = rows + LANES * job_.k + LANES, *in_rows = side_by_side + tile_floats(block);
-        float *original = in_rows + tile_floats(block), *codes = original + tile_floats(block);
-        int8_t* bytes = reinterpret_cast<int8_t*>(codes + tile_floats(block));
-        alignas(64) float scales[LANES];
-        store(scales, set1(1.0f));
+    // Tiles of sixteen rows side by side, a block of rotated columns after the other.
+    int64_t run_blocks(int64_t task, char* scratch) const {
+        constexpr int64_t tiles = CompensatedBlock::TILES, rows = tiles * LANES;
+        const int64_t first = task * rows, count = min(rows, job_.n - first), block = job_.rotation;
+        const int64_t size = tiles * tile_floats(block), tile = block * LANES;
+        float *row = reinterpret_cast<float*>(scratch), *in_rows = row + tile_floats(job_.k) / LANES;
+        float *x = in_rows + size, *original = x + size, *codes = original + size, *values = codes + size;
+        int8_t* bytes = reinterpret_cast<int8_t*>(in_rows);
+        uint8_t* levels = reinterpret_cast<uint8_t*>(job_.minimum) + first * per_row_;
+        alignas(64) float scales[rows];
+        for (int64_t r = 0; r < rows; ++r) scales[r] = r < count ? read(first + r, row) : 1.0f;
         for (int64_t r = 0; r < count; ++r) {
-            const float scale = read(first + r, rows + r * job_.k);
-            if (scale == 0.0f) return NOT_FINITE;
-            job_.scale[first + r] = scales[r] = scale;
+            if (scales[r] == 0.0f) return NOT_FINITE;
+            job_.scale[first + r] = scales[r];
         }
-        const GroupTile x{side_by_side, block};
+        CompensatedBlock of{block, job_.group_size, x, codes, values};
         double signal = 0, noise = 0;
         for (int64_t start = 0; start < job_.k; start += block) {
-            for (int64_t r = 0; r < count; ++r)
-                for (int64_t i = 0; i < block; i += LANES)
-                    store(in_rows + r * block + i, load(rows + r * job_.k + start + i) / set1(scales[r]));
-            x.read(in_rows, count);
-            std::memcpy(original, x.x, block * LANES * sizeof(float));
-            Energy energy;
-            for (int64_t at = 0; at < block; at += job_.group_size)
-                round_group(x, at, job_.feedback + start * block, original, codes, first, count, start, energy);
-            signal += sum(energy.squares * (load(scales) * load(scales)));
-            noise += sum(energy.errors * (load(scales) * load(scales)));
-            write_codes(codes, bytes, block, count);
+            for (int64_t r = 0; r < count; ++r) {
+                const T* from = src_ + (first + r) * job_.k + start;
+                float* to = in_rows + r * block;
+                for (int64_t i = 0; i < block; i += LANES) store(to + i, load(from + i));
+                rotate_row(to, to, block, block);
+                for (int64_t i = 0; i < block; i += LANES) store(to + i, load(to + i) / set1(scales[r]));
+            }
+            for (int64_t t = 0; t < tiles; ++t)
+                GroupTile{x + t * tile, block}.read(in_rows + t * tile, max(0, min(LANES, count - t * LANES)));
+            std::memcpy(original, x, size * sizeof(float));
+            of.round(shares_ + start / block * shares_in(block), [&](int64_t t, int64_t at, WholeSteps::Level found) {
+                alignas(16) int8_t level[LANES];
+                store_int8(level, found.byte());
+                for (int64_t r = t * LANES; r < min((t + 1) * LANES, count); ++r)
+                    levels[r * per_row_ + (start + at) / job_.group_size] = static_cast<uint8_t>(level[r % LANES]);
+            });
+            for (int64_t t = 0; t < tiles; ++t) {
+                Energy energy;
+                for (int64_t i = t * tile; i < (t + 1) * tile; i += LANES)
+                    energy.add(load(original + i), load(original + i) - load(values + i));
+                const F32 scale = load(scales + t * LANES);
+                signal += sum(energy.squares * (scale * scale)), noise += sum(energy.errors * (scale * scale));
+                write_codes(codes + t * tile, bytes + t * tile, block, LANES);
+            }
             for (int64_t r = 0; r < count; ++r)
                 std::memcpy(job_.q + (first + r) * job_.k + start, bytes + r * block, block);
         }
         job_.energies[2 * first] = signal, job_.energies[2 * first + 1] = noise;
         return 0;
-    }
-    // The group of `x` from column `at` on: its codes and levels; errors go to all columns after each.
-    void round_group(GroupTile x, int64_t at, const float* feedback, const float* original, float* codes, int64_t first,
-                     int64_t count, int64_t start, Energy& energy) const {
-        const WholeSteps::Level found = WholeSteps()({x.x + at * LANES, job_.group_size}, {codes + at * LANES});
-        alignas(16) int8_t levels[LANES];
-        store_int8(levels, found.byte());
-        uint8_t* to = reinterpret_cast<uint8_t*>(job_.minimum) + first * per_row_ + (start + at) / job_.group_size;
-        for (int64_t r = 0; r < count; ++r) to[r * per_row_] = static_cast<uint8_t>(levels[r]);
-        const WholeSteps::Grid grid(found.step, found.place);
-        for (int64_t i = at; i < at + job_.group_size; ++i) {
-            const F32 code = grid.code(x[i] + grid.shift), value = code * grid.step - grid.shift, error = x[i] - value;
-            store(codes + i * LANES, code - set1(8.0f));
-            energy.add(load(original + i * LANES), load(original + i * LANES) - value);
-            for (int64_t j = i + 1; j < x.size; ++j)
-                store(x.x + j * LANES, x[j] - set1(feedback[i * x.size + j]) * error);
-        }
     }
     int64_t run_groups(int64_t task, char* scratch) const {
         float* rows = reinterpret_cast<float*>(scratch);
@@ -291,11 +296,50 @@ template <class T> class LeveledRows {
 };
 
 template <class T> int64_t quantize_levels(const Job& job, const T* src) {
-    const LeveledRows<T> rows(job, src);
+    const int64_t block = job.input_squares ? job.rotation : 0, size = shares_in(block);
+    const Scratch all(block ? job.k / block * size * sizeof(float) : 0);
+    float* shares = all.as<float>();
+    if (block)
+        parallel_for(job.k / block, job.threads, 3 * block * sizeof(float), [&](int64_t of, char* scratch) {
+            float* spectrum = reinterpret_cast<float*>(scratch);
+            for (int64_t i = 0; i < block; ++i) spectrum[i] = 1.0f / job.input_squares[of * block + i];
+            find_shares(spectrum, block, shares + of * size, spectrum + block);
+        });
+    const LeveledRows<T> rows(job, src, shares);
     std::atomic<int64_t> refused{0};
     parallel_for(rows.tasks(), job.threads, rows.scratch_bytes(), [&](int64_t task, char* scratch) {
         if (const int64_t reason = rows.run(task, scratch)) refused.fetch_or(reason, std::memory_order_relaxed);
     });
+    return refused.load();
+}
+
+// `column_squares` of the reference.
+template <class T> int64_t column_squares(const T* src, int64_t* sums, int64_t n, int64_t k, int64_t threads) {
+    const int64_t width = k + LANES, tasks = ceil_div(n, SUMMED_ROWS);
+    const Scratch all(tasks * width * sizeof(int32_t));
+    std::atomic<int64_t> refused{0};
+    parallel_for(tasks, threads, width * sizeof(float), [&](int64_t task, char* scratch) {
+        float* x = reinterpret_cast<float*>(scratch);
+        int32_t* own = all.as<int32_t>() + task * width;
+        std::memset(own, 0, width * sizeof(int32_t));
+        for (int64_t row = task * SUMMED_ROWS; row < min((task + 1) * SUMMED_ROWS, n); ++row) {
+            for (int64_t i = 0; i < k; i += LANES) store(x + i, load_part(src + row * k + i, k - i));
+            const float largest = largest_magnitude(x, k);
+            if (!(largest <= std::numeric_limits<float>::max())) {
+                refused.fetch_or(NOT_FINITE, std::memory_order_relaxed);
+                return;
+            }
+            if (!(largest > LEAST_DIVISOR)) continue;
+            const F32 units = set1(LARGEST_SHARE / largest);
+            for (int64_t i = 0; i < k; i += LANES) {
+                const F32 share = round_even(load(x + i) * units);
+                store_i(own + i, load_i(own + i) + to_int(share * share));
+            }
+        }
+    });
+    std::memset(sums, 0, k * sizeof(int64_t));
+    for (int64_t task = 0; task < tasks; ++task)
+        for (int64_t i = 0; i < k; ++i) sums[i] += all.as<int32_t>()[task * width + i];
     return refused.load();
 }
 
@@ -322,13 +366,13 @@ using namespace llm;
 // src [n, k] -> q [n, k], scale and minimum (of Q4_K, the zero point of ASYMMETRIC) [n, k / group_size], energies.
 // Integers are in [-high, high], those searched for in [-high - 1, high]. Of TWO_LEVELS scale is [n], and minimum
 // holds the levels as bytes. `table` [16] of NF4. `rotation`: rows are rotated first (rotate.h), for ROUNDED and
-// TWO_LEVELS alone. `feedback` of TWO_LEVELS, or null: by how much of each column's error the columns after it in its
-// block become less. Returns 0, or what is wrong with the weight.
+// TWO_LEVELS alone. `input_squares` [k] of TWO_LEVELS, or null: mean squares of inputs, for which errors in blocks of
+// columns are compensated. Returns 0, or what is wrong with the weight.
 LLM_EXPORT int64_t llm_quantize_weight(Kind kind, WeightForm form, const void* src, int8_t* q, float* scale,
-                                       float* minimum, double* energies, const float* table, const float* feedback,
+                                       float* minimum, double* energies, const float* table, const float* input_squares,
                                        int64_t n, int64_t k, int64_t high, int64_t group_size, int64_t rotation,
                                        int64_t threads) {
-    const Job job{q, scale, minimum, energies, feedback, n, k, group_size, rotation, threads};
+    const Job job{q, scale, minimum, energies, input_squares, n, k, group_size, rotation, threads};
     return with_type(kind, [&](auto type) {
         return quantize(form, job, static_cast<float>(high), table,
                         static_cast<const typename decltype(type)::Value*>(src));
@@ -336,3 +380,13 @@ LLM_EXPORT int64_t llm_quantize_weight(Kind kind, WeightForm form, const void* s
 }
 
 LLM_KERNEL(llm_quantize_weight)
+
+// src [n, k] -> sums [k] of the squares of columns. Returns 0, or what is wrong with the weight.
+LLM_EXPORT int64_t llm_column_squares(Kind kind, const void* src, int64_t* sums, int64_t n, int64_t k,
+                                      int64_t threads) {
+    return with_type(kind, [&](auto type) {
+        return column_squares(static_cast<const typename decltype(type)::Value*>(src), sums, n, k, threads);
+    });
+}
+
+LLM_KERNEL(llm_column_squares)

@@ -9,10 +9,10 @@ from llm.kernels.cpu.library import KINDS, Library, pointer
 from llm.kernels.cpu.packed import LANES
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.reference import quantize_weight as reference
-from llm.kernels.reference.quantize_weight import BEYOND, FORMS, NOT_FINITE, check_feedback
+from llm.kernels.reference.quantize_weight import BEYOND, FORMS, NOT_FINITE, check_input_squares
 from llm.kernels.reference.rotation import check_block, rotate
 
-_QUANTIZE = KERNELS["llm_quantize_weight"]
+_QUANTIZE, _SQUARES = KERNELS["llm_quantize_weight"], KERNELS["llm_column_squares"]
 _ROUNDED, _SEARCHED, _FIRST_FORM = range(3)  # `FORMS` from there on
 # A weight is rotated so many elements at a time, which stay in the cache.
 _ROTATED_ELEMENTS = 1 << 18
@@ -51,7 +51,7 @@ def _quantize_into(
     table: torch.Tensor | None = None,
     high: int = 0,
     rotation: int = 0,
-    feedback: torch.Tensor | None = None,
+    input_squares: torch.Tensor | None = None,
 ) -> tuple[float, float]:
     """Writes q, scale and minimum; returns the sums of W^2 and of its error's squares.
 
@@ -72,10 +72,10 @@ def _quantize_into(
     if leveled and minimum is not None and (minimum.numel() != groups or not minimum.is_contiguous()):
         raise ValueError(f"levels are {[rows, columns // group_size]}, got {list(minimum.shape)}")
     energies = torch.zeros(max(rows, -(-scale.numel() // LANES)), 2, dtype=torch.float64)
-    if feedback is not None:
-        check_feedback(feedback, columns, group_size, rotation)
+    if input_squares is not None:
+        check_input_squares(input_squares, columns, group_size, rotation)
     places = (weight.data_ptr(), q.data_ptr(), scale.data_ptr(), pointer(minimum), energies.data_ptr())
-    tables = (pointer(table), pointer(feedback))
+    tables = (pointer(table), pointer(input_squares))
     sizes = (rows, columns, high, group_size, rotation, num_threads())
     wrong = lib.call(_QUANTIZE, KINDS[weight.dtype], form, *places, *tables, *sizes)
     if wrong:
@@ -91,11 +91,11 @@ def quantize_weight_as(
     group_size: int,
     out: reference.Parts | None = None,
     rotation: int = 0,
-    feedback: torch.Tensor | None = None,
+    input_squares: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
     """(q, scale, minimum, signal, noise) as the definition; the last two in another order of sums."""
-    if weight.dtype not in KINDS or form not in FORMS or (feedback is not None and form != "two_levels"):
-        return reference.quantize_weight_as(weight, form, group_size, out, rotation, feedback)
+    if weight.dtype not in KINDS or form not in FORMS or (input_squares is not None and form != "two_levels"):
+        return reference.quantize_weight_as(weight, form, group_size, out, rotation, input_squares)
     rows, columns = weight.shape
     q, scale, minimum = out or reference.empty(form, rows, columns, group_size)
     if rotation and form != "two_levels":  # which the kernel rotates itself
@@ -120,6 +120,18 @@ def quantize_weight_as(
         minimum,
         table,
         rotation=rotation,
-        feedback=feedback,
+        input_squares=input_squares,
     )
     return q, scale, minimum, signal, noise
+
+
+def column_squares(lib: Library, weight: torch.Tensor) -> torch.Tensor:
+    """As the definition."""
+    if weight.dtype not in KINDS:
+        return reference.column_squares(weight)
+    rows, columns = weight.shape
+    weight = weight.contiguous()
+    sums = torch.empty(columns, dtype=torch.int64)
+    if lib.call(_SQUARES, KINDS[weight.dtype], weight.data_ptr(), sums.data_ptr(), rows, columns, num_threads()):
+        raise ValueError(NOT_FINITE)
+    return sums

@@ -26,8 +26,9 @@ void llm_unpack(const Weight* weight, void* dst, int64_t first, int64_t end, int
 void llm_level_sums(const Weight* weight, int32_t* sums, int64_t threads)
 void llm_quantize_per_token(const float* x, int8_t* q, float* scale, int64_t m, int64_t k, int64_t threads)
 int64_t llm_quantize_weight(Kind kind, WeightForm form, const void* src, int8_t* q, float* scale, float* minimum,
-    double* energies, const float* table, const float* feedback, int64_t n, int64_t k, int64_t high,
+    double* energies, const float* table, const float* input_squares, int64_t n, int64_t k, int64_t high,
     int64_t group_size, int64_t rotation, int64_t threads)
+int64_t llm_column_squares(Kind kind, const void* src, int64_t* sums, int64_t n, int64_t k, int64_t threads)
 int64_t llm_decode_blocks(BlockType kind, const uint8_t* raw, int8_t* q, float* scale, float* minimum,
     const int8_t* table, int64_t n, int64_t k, int64_t group_size, int64_t least, int64_t threads)
 void llm_quantize_static(const float* x, int8_t* q, float scale, int64_t offset, int64_t count, int64_t threads)

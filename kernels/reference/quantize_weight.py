@@ -9,7 +9,7 @@ of a float16 and an integer from 0 to 63.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -157,6 +157,10 @@ _RANGES = tuple(_MOST_CODE + 0.1 * step for step in range(-10, 11, 2))
 # So that scales and minima are within float16's range.
 _LARGEST = 65504.0 * _MOST_LEVEL
 _NEAR = tuple((first, second) for first in (0, -1, 1) for second in (0, -1, 1))
+# Of shares that are squared: sums of 128 rows are below 2^31.
+_LARGEST_SHARE = 2047.0
+# Columns of the smallest group whose errors are compensated.
+_LEAST_GROUP = 8
 # A smaller number is no divisor: its inverse, or what it is multiplied by, might be infinite.
 _LEAST_DIVISOR = 2.0**-100
 # A weight is quantized this many elements at a time: a CPU's cache; on devices each operation is a launch.
@@ -193,15 +197,16 @@ def quantize_weight_as(
     group_size: int,
     out: Parts | None = None,
     rotation: int = 0,
-    feedback: torch.Tensor | None = None,
+    input_squares: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]:
     """A float weight [N, K] -> (q [N, K], scale, minimum, both float32 [N, K / group_size], signal, noise).
 
     signal: the sum of W^2; noise: of (W - its quantized value)^2. minimum: None but for "q4_k"; of "asymmetric" it is
     the zero point, of "two_levels" the levels of `Weight`, beside a scale [N, 1]. q is float8_e4m3fn for "float8", else
     int8. `out` is written to, and returned, as q, scale and minimum. `rotation`: the rows are rotated in blocks of so
-    many columns first (`rotation.rotate`), and so is the weight that the result stands for. `feedback`, of "two_levels"
-    and "asymmetric": see `_round_with_feedback`.
+    many columns first (`rotation.rotate`), and so is the weight that the result stands for. `input_squares`, of
+    "two_levels" and "asymmetric": float32 [K], mean squares of the inputs before they are rotated, uncorrelated, for
+    which errors are compensated; see `_Compensated`.
 
     - "float8": e4m3, rounded to nearest even; the largest magnitude of a group is 448 times its scale.
     - "mxfp4": codes of e2m1 less 8. Of the two powers of two that the largest magnitude lies between, the one of the
@@ -217,8 +222,8 @@ def quantize_weight_as(
     """
     rows, columns = weight.shape
     q, scale, minimum = out or empty(form, rows, columns, group_size)
-    if feedback is not None:
-        check_feedback(feedback, columns, group_size, rotation)
+    if input_squares is not None:
+        check_input_squares(input_squares, columns, group_size, rotation)
     signal = noise = 0.0
     step = max(1, (_FORM_CHUNK if weight.device.type == "cpu" else _DEVICE_CHUNK) // max(1, columns))
     for start in range(0, rows, step):
@@ -226,11 +231,11 @@ def quantize_weight_as(
         values = rotate(weight[part], rotation) if rotation else weight[part].float()
         groups = values.unflatten(1, (-1, group_size))
         largest = largest_of(groups)
-        if feedback is None:
+        if input_squares is None:
             found = _ROUND[form](groups, largest)
         else:
             with library_defaults(num_threads=1):  # threads would wait for each other after every column
-                found = _round_with_feedback(form, groups, largest, feedback)
+                found = _round_with_compensation(form, groups, largest, input_squares.view(-1, rotation))
         q[part], scale[part] = found.codes.to(q.dtype).reshape(-1, columns), found.scale[..., 0]
         if minimum is not None and found.minimum is not None:
             minimum[part] = found.minimum[..., 0]
@@ -465,57 +470,131 @@ def _round_two_levels(groups: torch.Tensor, largest: torch.Tensor) -> _Rounded:
     return _Rounded(codes, scale, values * scale, (step + 16 * place).to(torch.uint8))
 
 
-def check_feedback(feedback: torch.Tensor, columns: int, group_size: int, rotation: int) -> None:
-    """ValueError for factors that do not fit."""
-    shape = (columns // max(1, rotation), rotation, rotation)
-    if feedback.shape != shape or feedback.dtype != torch.float32 or not feedback.is_contiguous():
-        raise ValueError(f"feedback is contiguous, float32 {list(shape)}, got {feedback.dtype} {list(feedback.shape)}")
-    if rotation % group_size:
-        raise ValueError(f"groups of {group_size} do not divide blocks of {rotation}, in which errors are fed back")
+def check_input_squares(squares: torch.Tensor, columns: int, group_size: int, rotation: int) -> None:
+    """ValueError for those that do not fit."""
+    if squares.shape != (columns,) or squares.dtype != torch.float32 or not squares.is_contiguous():
+        raise ValueError(f"input_squares are float32 {[columns]}, got {squares.dtype} {list(squares.shape)}")
+    if rotation == 0 or rotation % group_size or group_size % _LEAST_GROUP:
+        raise ValueError(
+            f"groups of {group_size} do not divide blocks of {rotation}, in which errors are compensated, or are no "
+            f"multiple of {_LEAST_GROUP}"
+        )
 
 
-def _round_with_feedback(form: str, groups: torch.Tensor, largest: torch.Tensor, feedback: torch.Tensor) -> _Rounded:
-    """As without, but each column's error is compensated in the columns after it in its block.
+def _round_with_compensation(
+    form: str, groups: torch.Tensor, largest: torch.Tensor, input_squares: torch.Tensor
+) -> _Rounded:
+    """As without, but what rounding does to a column is made up for in the columns after it in its block, as by GPTQ
+    (arXiv:2210.17323). The scales of a group are those of its columns as the errors before it have left them.
 
-    `feedback` is [blocks, B, B]: its element (i, j) is by how much of the error of column i column j > i becomes less.
-    The scales of a group are those of its columns as the errors before it have left them.
+    `input_squares`: [blocks, B], of columns that are not correlated before they are rotated.
     """
     rows, _, size = groups.shape
     scale = row_scale(largest) if form == "two_levels" else None
     original = groups.flatten(1) if scale is None else groups.flatten(1) / scale[..., 0]
-    blocks, block = feedback.shape[:2]
-    # A column's values are side by side: [B, rows, blocks], of which a group is [rows, blocks, size].
-    x = original.view(rows, blocks, block).permute(2, 0, 1).contiguous()
-    shares = feedback.permute(1, 2, 0)[:, :, None, :].contiguous()
-    codes, values = torch.empty_like(x), torch.empty_like(x)
-    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for first in range(0, block, size):
-        moved = x[first : first + size].permute(1, 2, 0).contiguous()
-        if scale is None:
-            _, step, zero = asymmetric_groups(moved)
-            grid = step[..., 0], zero[..., 0] + 8
-            parts.append((step, zero))
-        else:
-            step, place = level_of(moved)
-            grid = step[..., 0], place[..., 0]
-            parts.append((step, step + 16 * place))
-        for column in range(first, first + size):
-            if scale is None:
-                code = _from_zero(x[column], *grid)
-                codes[column], value = code + (grid[1] - 8), code * grid[0]
-            else:
-                shift = shift_of(*grid)
-                code = _whole_codes(x[column] + shift, *grid)
-                codes[column], value = code - 8, code * grid[0] - shift
-            values[column] = value
-            error = x[column] - value
-            x[column + 1 :] -= shares[column, column + 1 :] * error
-    codes, values = (part.permute(1, 2, 0).reshape_as(groups) for part in (codes, values))
+    # A column's values are side by side: [B, rows, blocks].
+    x = original.view(rows, *input_squares.shape).permute(2, 0, 1).contiguous()
+    done = _Compensated(form, size, x, torch.empty_like(x), torch.empty_like(x))
+    done.round(slice(0, len(x)), 1 / input_squares.t())
+    codes, values = (part.permute(1, 2, 0).reshape_as(groups) for part in (done.codes, done.values))
     # [rows, blocks, groups of a block, 1]
-    steps, others = (torch.stack(part, dim=2).reshape(rows, -1, 1) for part in zip(*parts, strict=True))
+    steps, others = (torch.stack(part, dim=2).reshape(rows, -1, 1) for part in zip(*done.grids, strict=True))
     if scale is None:
         return _Rounded(codes, steps, values, others)
     return _Rounded(codes, scale, values * scale, others.to(torch.uint8))
+
+
+@dataclass
+class _Compensated:
+    """Blocks of columns while they are rounded, [B, rows, blocks]: what is left of them, codes and their values.
+
+    Rotated, the inverse of the inputs' moments is H diag(spectrum) H = [[A, C], [C, A]], of which A and C commute.
+    Errors e of the first half of the columns, which are compensated within it, are best made up for by taking e C / A
+    from the second half; so the moments of the first half are those of A, of the second A - C^2 / A, which are again of
+    this form. Their spectra are the means, arithmetic and harmonic, of the halves of the spectrum.
+
+    Attributes:
+        grids: scale and zero point of each group, or step and level, [rows, blocks].
+    """
+
+    form: str
+    group_size: int
+    x: torch.Tensor
+    codes: torch.Tensor
+    values: torch.Tensor
+    grids: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _grid: tuple[torch.Tensor, ...] = ()
+
+    def round(self, columns: slice, spectrum: torch.Tensor) -> None:
+        """spectrum: [columns, blocks]."""
+        count = len(spectrum)
+        if count == self.group_size:
+            self._find_grid(columns)
+        if count == 1:
+            self._round_column(columns.start)
+            return
+        half = count // 2
+        first, second = slice(columns.start, columns.start + half), slice(columns.start + half, columns.stop)
+        low, high = spectrum.split(half)
+        mean = 0.5 * (low + high)
+        error = self.x[first].clone()
+        self.round(first, mean)
+        self.x[second] -= _spread(error - self.values[first], (low - high) / mean / count)
+        self.round(second, low / mean * high)
+
+    def _find_grid(self, columns: slice) -> None:
+        moved = self.x[columns].permute(1, 2, 0).contiguous()
+        if self.form == "asymmetric":
+            _, step, zero = asymmetric_groups(moved)
+            self._grid = step[..., 0], zero[..., 0] + 8
+            self.grids.append((step[..., 0], zero[..., 0]))
+        else:
+            step, place = level_of(moved)
+            self._grid = step[..., 0], place[..., 0]
+            self.grids.append((step[..., 0], (step + 16 * place)[..., 0]))
+
+    def _round_column(self, column: int) -> None:
+        step, other = self._grid
+        if self.form == "asymmetric":
+            code = _from_zero(self.x[column], step, other)
+            self.codes[column], self.values[column] = code + (other - 8), code * step
+        else:
+            shift = shift_of(step, other)
+            code = _whole_codes(self.x[column] + shift, step, other)
+            self.codes[column], self.values[column] = code - 8, code * step - shift
+
+
+def _spread(x: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """H diag(shares) H x, H = `hadamard` * sqrt(len(x)): sums in the first half of the rows of x, differences in the
+    second, and so on in each half; with shares [len(x), blocks] backwards from the smallest."""
+
+    def turned(x: torch.Tensor, stride: int) -> torch.Tensor:
+        pairs = x.view(-1, 2, stride, *x.shape[1:])
+        return torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), dim=1).view(x.shape)
+
+    strides = [1 << bit for bit in range(len(x).bit_length() - 1)]
+    for stride in reversed(strides):
+        x = turned(x, stride)
+    x = x * shares[:, None]
+    for stride in strides:
+        x = turned(x, stride)
+    return x
+
+
+def column_squares(weight: torch.Tensor) -> torch.Tensor:
+    """The sums of each column's squares over the rows of a weight [N, K], int64 [K], exact in any order.
+
+    What is squared is a row's value as a share of the row's largest magnitude, which counts as 2047, rounded to whole.
+
+    Raises:
+        ValueError: a weight is not finite.
+    """
+    total = torch.zeros(weight.shape[1], dtype=torch.int64, device=weight.device)
+    for part in weight.split(max(1, _FORM_CHUNK // max(1, weight.shape[1]))):
+        largest = largest_of(part.float())
+        units = torch.where(largest > _LEAST_DIVISOR, torch.full_like(largest, _LARGEST_SHARE) / largest, 0)
+        total += (part.float() * units).round_().square_().sum(dim=0, dtype=torch.float64).long()
+    return total
 
 
 def row_scale(largest: torch.Tensor) -> torch.Tensor:

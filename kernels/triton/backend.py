@@ -37,7 +37,8 @@ _PLACEWISE = {
     *("gelu", "gelu_new", "quick_gelu", "relu", "relu2", "soft_cap", "xielu", "multiply", "add", "scale"),
     *("quantize_static", "top_k", "cut_below_largest", "mix_two_experts"),
     *("causal_conv1d", "selective_scan", "mamba2_scan", "gated_delta_rule"),
-    *("pack", "embedding", "quantize_weight", "quantize_weight_as", "decode_blocks", "select_rows", "ids_below"),
+    *("pack", "embedding", "quantize_weight", "quantize_weight_as", "column_squares", "decode_blocks"),
+    *("select_rows", "ids_below"),
 }
 
 

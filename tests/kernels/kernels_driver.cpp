@@ -160,11 +160,11 @@ template <class T> void quantized(Kind kind, int64_t n, int64_t k, int64_t group
     Exactly<float> scale(groups), minimum(groups), table(16);
     Exactly<double> energies(2 * (n > up(groups, 16) / 16 ? n : up(groups, 16) / 16));
     for (int64_t j = 0; j < 16; ++j) table.data[j] = static_cast<float>(j) / 8 - 1;
-    const auto to = [&](WeightForm form, int64_t rotation = 0, const float* feedback = nullptr) {
+    const auto to = [&](WeightForm form, int64_t rotation = 0, const float* input_squares = nullptr) {
         const bool has_minimum = form == WeightForm::Q4_K || form == WeightForm::ASYMMETRIC ||
                                  form == WeightForm::TWO_LEVELS;
         if (llm_quantize_weight(kind, form, values.data, q.data, scale.data, has_minimum ? minimum.data : nullptr,
-                                energies.data, table.data, feedback, n, k, 7, group, rotation, 1))
+                                energies.data, table.data, input_squares, n, k, 7, group, rotation, 1))
             std::exit(1);
         ++calls;
     };
@@ -175,10 +175,13 @@ template <class T> void quantized(Kind kind, int64_t n, int64_t k, int64_t group
         if (k % block) continue;
         to(WeightForm::ROUNDED, block), to(WeightForm::TWO_LEVELS, block);
         if (block % group) continue;
-        Exactly<float> feedback(k * block);
-        for (int64_t i = 0; i < k * block; ++i) feedback.data[i] = static_cast<float>(i % 5) / 64;
-        to(WeightForm::TWO_LEVELS, block, feedback.data);
+        Exactly<float> input_squares(k);
+        for (int64_t i = 0; i < k; ++i) input_squares.data[i] = static_cast<float>(i % 5 + 1) / 4;
+        to(WeightForm::TWO_LEVELS, block, input_squares.data);
     }
+    Exactly<int64_t> squares(k);
+    if (llm_column_squares(kind, values.data, squares.data, n, k, 1)) std::exit(1);
+    ++calls;
     if (group != 32) return;
     to(WeightForm::Q8_0), to(WeightForm::Q4_0);
     if (k % 256 == 0) to(WeightForm::Q4_K);

@@ -170,7 +170,8 @@ def test_rows_are_packed_in_whatever_parts_they_arrive(lib: library.Library) -> 
     arriving = arriving_rows(lib, 96, 10, torch.bfloat16)
     assert arriving is not None
     weight = new_parameter(arriving.data, lambda *_: 0, arriving=arriving)
-    for start, end in ((80, 96), (0, 40), (40, 64), (64, 80)):  # two parts begin or end inside of a panel
+    # Three parts begin or end inside of a panel, one of them with as many rows as a panel.
+    for start, end in ((80, 96), (0, 24), (24, 40), (40, 64), (64, 80)):
         fill_rows(weight, 0, start, values[start:end])
     assert not torch.equal(weight.data, values)  # some are packed already
     assert torch.equal(arriving.finish().unpack(), values)

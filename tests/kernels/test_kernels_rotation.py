@@ -11,12 +11,13 @@ import pytest
 import torch
 from kernel_sets import ISAS, kernel_set, needs_compiler
 
+from llm.base.library_settings import library_defaults
 from llm.kernels.reference import experts as reference_experts
 from llm.kernels.reference import linear as reference
 from llm.kernels.reference import quantize_weight as quantizing
 from llm.kernels.reference.rotation import block_for, rotate
 from llm.kernels.weight import ExpertWeights, Weight, eight_bits
-from llm.quantization.quantizer import feedback_of_columns
+from llm.quantization.quantizer import guessed_input_squares
 
 pytestmark = needs_compiler
 SIZES = [(576, 64), (1536, 256), (48, 16), (384, 128), (96, 32)]
@@ -127,29 +128,44 @@ def test_two_levels_of_scales_have_the_bits_of_the_definition(
 @pytest.mark.parametrize(
     ("rows", "columns", "size", "block"), [case for case in LEVELS if case[3] and case[3] % case[2] == 0]
 )
-def test_errors_that_are_fed_back_have_the_bits_of_the_definition(
+def test_errors_that_are_compensated_have_the_bits_of_the_definition(
     isa: str, rows: int, columns: int, size: int, block: int
 ) -> None:
-    """A row's bits do not depend on the rows beside it."""
+    """A row's bits do not depend on the rows beside it, nor on threads."""
     weight = normal(rows, columns) * normal(rows, 1, seed=4) / (1 + 30 * (torch.arange(columns) % 19 == 3))
     weight[0], weight[1, :size], weight[2] = 0, 0, 0.01
-    feedback = feedback_of_columns(weight, block)
-    assert feedback is not None
+    squares = guessed_input_squares(quantizing.column_squares(weight))
     quantized = kernel_set(isa).op("quantize_weight_as")
-    *found, signal, noise = quantized(weight, "two_levels", size, None, block, feedback)
+    *found, signal, noise = quantized(weight, "two_levels", size, None, block, squares)
     *parts, defined_signal, defined_noise = quantizing.quantize_weight_as(
-        weight, "two_levels", size, None, block, feedback
+        weight, "two_levels", size, None, block, squares
     )
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, parts, strict=True))
     assert (signal, noise) == pytest.approx((defined_signal, defined_noise), rel=1e-5)
-    alone = quantized(weight[4:5], "two_levels", size, None, block, feedback)[:3]
+    alone = quantized(weight[4:5], "two_levels", size, None, block, squares)[:3]
     assert all(torch.equal(one, every[4:5]) for one, every in zip(alone, found, strict=True))
-    # Without what is fed back other codes are found.
+    with library_defaults(num_threads=1):
+        by_one = quantized(weight, "two_levels", size, None, block, squares)[:3]
+    assert all(torch.equal(one, every) for one, every in zip(by_one, found, strict=True))
+    # Without the compensation other codes are found.
     assert not torch.equal(found[0], quantized(weight, "two_levels", size, None, block)[0])
-    with pytest.raises(ValueError, match="feedback is contiguous"):
-        quantized(weight, "two_levels", size, None, block, feedback[:, :-1])
+    with pytest.raises(ValueError, match="input_squares are float32"):
+        quantized(weight, "two_levels", size, None, block, squares[:-1])
     with pytest.raises(ValueError, match="cannot be quantized"):
-        quantized(weight.where(weight != weight[3, 3], math.nan), "two_levels", size, None, block, feedback)
+        quantized(weight.where(weight != weight[3, 3], math.nan), "two_levels", size, None, block, squares)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_squares_of_columns_have_the_bits_of_the_definition(isa: str, dtype: torch.dtype) -> None:
+    squares = kernel_set(isa).op("column_squares")
+    for rows, columns in ((1, 5), (300, 96), (128, 17), (0, 8)):
+        weight = (normal(rows, columns) * normal(rows, 1, seed=4).exp()).to(dtype)
+        weight[rows // 2 : rows // 2 + 1] = 0
+        assert torch.equal(squares(weight), quantizing.column_squares(weight))
+    assert torch.equal(squares(weight.new_ones(900, 32)), torch.full((32,), 900 * 2047**2))
+    with pytest.raises(ValueError, match="cannot be quantized"):
+        squares(weight.new_full((200, 4), math.inf))
 
 
 @pytest.mark.parametrize("isa", ISAS)

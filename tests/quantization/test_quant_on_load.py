@@ -24,7 +24,8 @@ from tiny_models import tiny_checkpoint
 from llm import LLM, SamplingParams
 from llm.base.construction import constructing_for
 from llm.errors import CheckpointError, ValidationError
-from llm.kernels.reference.rotation import block_for, rotate
+from llm.kernels.reference.quantize_weight import column_squares
+from llm.kernels.reference.rotation import block_for, hadamard, rotate
 from llm.kernels.weight import Weight, dequantize
 from llm.llm import EMBEDDED_MODEL
 from llm.platforms import current_platform
@@ -32,8 +33,9 @@ from llm.quantization import quantizer
 from llm.quantization.on_load import RECIPES, OnlineConfig, QuantizeOnLoad, Unit, add_layer, share
 from llm.quantization.quantizer import (
     IntegerWeight,
+    are_far_apart,
     decibels,
-    feedback_of_columns,
+    guessed_input_squares,
     quantize_weight,
     quantize_weight_as,
     quantize_with_feedback,
@@ -190,17 +192,16 @@ def test_feedback_lowers_the_error_of_outputs_on_two_levels_of_scales(size: int)
 
 
 @pytest.mark.parametrize("form", ["two_levels", "asymmetric"])
-def test_errors_of_rotated_columns_that_are_far_apart_are_fed_back_without_texts(form: str) -> None:
+def test_errors_of_rotated_columns_that_are_far_apart_are_compensated_without_texts(form: str) -> None:
     """Channels 50 times as large as the others, whose weights are as much smaller. Without it: the control."""
     channels = 1 + 49.0 * (torch.arange(128) % 37 == 3)
     x, weight = normal(1, 2000, 128) * channels, normal(0, 40, 128) / channels
     given = weight.clone()
-    feedback = feedback_of_columns(weight, 64)
+    squares = guessed_input_squares(column_squares(weight))
     assert torch.equal(weight, given)
-    assert feedback is not None
-    assert feedback_of_columns(normal(0, 40, 128), 64, far_apart_only=True) is None
-    assert feedback_of_columns(normal(0, 40, 128), 64) is not None
-    found = quantize_weight_as(weight, form, 32, rotation=64, feedback=feedback)
+    even = guessed_input_squares(column_squares(normal(0, 40, 128)))
+    assert are_far_apart(squares, 64) and not are_far_apart(even, 64)
+    found = quantize_weight_as(weight, form, 32, rotation=64, input_squares=squares)
 
     def stands_for(each: quantizer.Quantized) -> torch.Tensor:
         zero, levels = (each.minimum, None) if form == "asymmetric" else (None, each.minimum)
@@ -212,15 +213,67 @@ def test_errors_of_rotated_columns_that_are_far_apart_are_fed_back_without_texts
     noise = float((weight - stands_for(found)).square().sum())
     assert found.noise == pytest.approx(noise, rel=1e-3) and found.noise < 2.5 * plain.noise
     # A row's bits do not depend on those beside it.
-    alone = quantize_weight_as(weight[7:8], form, 32, rotation=64, feedback=feedback)
+    alone = quantize_weight_as(weight[7:8], form, 32, rotation=64, input_squares=squares)
     assert torch.equal(alone.q, found.q[7:8]) and torch.equal(alone.scale, found.scale[7:8])
-    with pytest.raises(ValueError, match="feedback is contiguous"):
-        quantize_weight_as(weight, form, 32, rotation=64, feedback=feedback[:, :-1])
-    with pytest.raises(ValueError, match="do not divide blocks of 64"):
-        quantize_weight_as(weight, form, 128, rotation=64, feedback=feedback)
-    assert feedback_of_columns(torch.full((2, 128), math.nan), 64) is None
+    with pytest.raises(ValueError, match="input_squares are float32"):
+        quantize_weight_as(weight, form, 32, rotation=64, input_squares=squares[:-1])
+    for size in (128, 4):
+        with pytest.raises(ValueError, match="do not divide blocks of 64"):
+            quantize_weight_as(weight, form, size, rotation=64, input_squares=squares)
     with pytest.raises(ValueError, match="NaN or infinite"):
-        quantize_weight_as(torch.full((2, 128), math.nan), form, 32, rotation=64, feedback=feedback)
+        quantize_weight_as(torch.full((2, 128), math.nan), form, 32, rotation=64, input_squares=squares)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        column_squares(torch.full((2, 128), math.nan))
+
+
+@pytest.mark.parametrize("form", ["two_levels", "asymmetric"])
+def test_compensation_in_halves_is_gptqs(form: str) -> None:
+    """By Cholesky's factor of the inverse of the rotated inputs' moments (arXiv:2210.17323), a column after the other,
+    in float64: the same codes but for ties. Factors of other inputs: the control."""
+    squares = normal(1, 128).exp()
+    weight = normal(0, 30, 128)
+    rotated = rotate(weight, 64).double()
+    found = quantize_weight_as(weight, form, 32, rotation=64, input_squares=squares)
+    scale = found.scale.double()
+    agree = []
+    for inputs in (squares, squares.flip(0)):
+        codes = torch.empty(30, 128, dtype=torch.int8)
+        for start in (0, 64):
+            turned = hadamard(64).double()
+            inverse = turned @ torch.diag(1 / inputs[start : start + 64].double()) @ turned
+            factor = torch.linalg.cholesky(inverse, upper=True)
+            x = rotated[:, start : start + 64].clone()
+            for column in range(64):
+                group = (start + column) // 32
+                if form == "two_levels":
+                    level = found.minimum[:, group].long()
+                    step, shift = level % 16, (level % 16 * (level // 16 + 16) * 5).div(16, rounding_mode="floor")
+                    least = ((shift - 128) / step).ceil().clamp_min(0)
+                    most = ((shift + 127) / step).floor().clamp_max(15)
+                    code = ((x[:, column] / scale[:, 0] + shift) / step).round().clamp(least, most)
+                    value = (code * step - shift) * scale[:, 0]
+                    codes[:, start + column] = code - 8
+                else:
+                    zero = found.minimum[:, group].double()
+                    code = (x[:, column] / scale[:, group] + zero).round().clamp(-8, 7)
+                    value = (code - zero) * scale[:, group]
+                    codes[:, start + column] = code
+                error = (x[:, column] - value) / factor[column, column]
+                x[:, column + 1 :] -= error[:, None] * factor[column, column + 1 :]
+        agree.append(float((codes == found.q).double().mean()))
+    assert agree[0] > 0.995 and agree[1] < 0.9, agree
+
+
+@quick
+@given(st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 60), st.sampled_from(["float32", "bfloat16"]))
+def test_squares_of_columns_are_whole_and_of_any_parts(seed: int, rows: int, columns: int, dtype: str) -> None:
+    weight = (normal(seed, rows, columns) * normal(seed + 1, rows, 1).exp()).to(getattr(torch, dtype))
+    weight[rows // 2] = 0
+    shares = weight.double() / weight.double().abs().amax(dim=1, keepdim=True).clamp_min(1e-30)
+    found = column_squares(weight)
+    assert found.dtype == torch.int64
+    torch.testing.assert_close(found.double(), (shares * 2047).round().square().sum(0), rtol=1e-3, atol=5e3)
+    assert torch.equal(found, sum(column_squares(part) for part in weight.split(7)))
 
 
 @pytest.mark.parametrize("asymmetric", [False, True])
