@@ -123,6 +123,14 @@ def numa_nodes(cores: set[int], root: Path = Path("/")) -> list[list[int]]:
     return found or [sorted(cores)]
 
 
+def of_nodes(threads: int | None, root: Path = Path("/")) -> str:
+    """What a CPU's config says of the threads of an LLM without replicas: what several NUMA nodes could do."""
+    nodes = len(numa_nodes(system.cores(), root))
+    if nodes == 1 or threads is not None:
+        return ""
+    return f"; on all of {nodes} NUMA nodes: devices='all' has a replica on each, with its memory there"
+
+
 def node_of(place: Placement, root: Path = Path("/")) -> int:
     """The NUMA node that has all of a place's processors, counted as `numa_nodes` does; -1: none has."""
     nodes = numa_nodes(system.cores(), root)

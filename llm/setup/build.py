@@ -20,7 +20,7 @@ from llm.platforms import Platform, select_platform
 from llm.platforms.limits import explain_memory_errors
 from llm.plugins import load_class, load_general_plugins
 from llm.quantization.on_load import OnlineConfig
-from llm.replicas.placement import placements
+from llm.replicas.placement import of_nodes, placements
 from llm.replicas.start import check_replicated, memory_of_one, start_replicas
 from llm.runner.layerwise import LayerwiseRunner
 from llm.runner.model_runner import ModelRunner
@@ -126,6 +126,9 @@ def build_engine(args: LLMArgs, shared_weights: int | None = None) -> BuiltEngin
             plan = replace(plan, merge_lora=merged_adapter(args, model), shared_weights=shared_weights)
             plan = with_sampling_defaults(plan, defaults)
             plan = with_reasons(plan, {"device": platform_reason, **reasons_of_update(platform, asked, args)})
+            if not places and plan.tp_size == 1 and platform.device_type == "cpu":
+                threads = plan.config.reasons["num_threads"] + of_nodes(args.num_threads)
+                plan = with_reasons(plan, {"num_threads": threads})
             drafting = draft_args(args, plan)
             if drafting is not None:
                 draft = read_model(drafting)

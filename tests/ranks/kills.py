@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    os.environ["LLM_WORKER_TIMEOUT"] = "15"
+    os.environ.setdefault("LLM_WORKER_TIMEOUT", "15")  # more where other programs have the processors
     signal.signal(signal.SIGALRM, overdue)
     rng, said, began = random.Random(args.seed), Counter[str](), time.monotonic()
     with open_llm(tensor_parallel_size=2, num_threads=1) as llm:  # what is made once per process is there from now on

@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ctrl-c", action="store_true")
     args = parser.parse_args()
-    os.environ["LLM_WORKER_TIMEOUT"] = "15"
+    os.environ.setdefault("LLM_WORKER_TIMEOUT", "15")  # more where other programs have the processors
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGALRM, overdue)
     rng, said, began = random.Random(args.seed), Counter[str](), time.monotonic()

@@ -16,7 +16,7 @@ from llm.base import system
 from llm.config.engine import LLMArgs
 from llm.errors import ValidationError
 from llm.platforms.cpu import CpuPlatform
-from llm.replicas.placement import Placement, node_of, numa_nodes, placements, shown
+from llm.replicas.placement import Placement, node_of, numa_nodes, of_nodes, placements, shown
 from llm.replicas.start import memory_of_one, shared_by
 
 
@@ -56,6 +56,14 @@ def test_nodes_have_a_replica_each(eight_cores: Path) -> None:
     assert places(eight_cores, devices="all") == [Placement("cpu", (0, 1, 4, 5), 4), Placement("cpu", (2, 3, 6, 7), 4)]
     assert numa_nodes({2}, eight_cores) == [[2]] and numa_nodes({1, 0}, eight_cores / "none") == [[0, 1]]
     assert shown([0, 1, 4, 5, 9]) == "0-1,4-5,9"
+
+
+def test_an_llm_on_several_nodes_says_what_they_could_do(eight_cores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = of_nodes
+    assert own(None, eight_cores / "none") == "" and own(4, eight_cores) == ""
+    monkeypatch.setattr("llm.setup.build.of_nodes", lambda threads: own(threads, eight_cores))
+    with LLM(max_model_len=64) as llm:
+        assert "on all of 2 NUMA nodes: devices='all' has a replica on each" in llm.config.reasons["num_threads"]
 
 
 @needs_kernels
