@@ -183,6 +183,21 @@ class RecurrentMetadata:
     calls: list[Callable[[RecurrentMetadata], torch.Tensor]] = field(default_factory=list)
     host: StateNumbers | None = None
 
+    @classmethod
+    def of_rows(cls, *rows: tuple[int, int, int], stored: Sequence[int] | None = None) -> RecurrentMetadata:
+        """Of batch rows (slot, tokens of earlier steps, tokens of this one), on the CPU; `stored`: as the attribute."""
+        slots, done, counts = (list(column) for column in zip(*rows, strict=True))
+        lengths = [before + count for before, count in zip(done, counts, strict=True)]
+        starts = [sum(counts[:row]) for row in range(len(counts) + 1)]
+        return cls(
+            torch.tensor(slots),
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32),
+            counts,
+            lengths,
+            stored=None if stored is None else torch.tensor(stored, dtype=torch.int32),
+        )
+
     def on_host(self) -> StateNumbers:
         """The numbers in the tensors; of tensors in the host's memory as they are now."""
         if self.host is not None:
@@ -213,7 +228,11 @@ class RecurrentMetadata:
         numbers = StateNumbers(host.slots, starts.tolist(), lengths.tolist(), accepted.tolist(), None)
         further = RecurrentMetadata(
             self.slots,
-            *(upload(starts), upload(lengths), accepted.tolist(), lengths.tolist(), upload(accepted)),
+            upload(starts),
+            upload(lengths),
+            accepted.tolist(),
+            lengths.tolist(),
+            counts=upload(accepted),
             host=None if self.host is None else numbers,
         )
         for call in self.calls:

@@ -412,7 +412,13 @@ class LLM:
         batches = prompt_batches(
             self,
             prompts,
-            *(sampling_params, lora_request, tokenization_kwargs, on_error, on_too_long, capture, interventions),
+            sampling_params,
+            lora_request,
+            tokenization_kwargs,
+            on_error,
+            on_too_long,
+            capture,
+            interventions,
         )
         return iter(Flow(self, batches, ordered=ordered))
 
@@ -603,8 +609,18 @@ class LLM:
         from llm.jobs.job import RunOptions, run_job
 
         options = RunOptions(
-            *(column, template, resume, shard, on_error, on_too_long, row_params, use_tqdm, image_column),
-            *(capture, None if capture_to is None else Path(capture_to), capture_format),
+            column=column,
+            template=template,
+            resume=resume,
+            shard=shard,
+            on_error=on_error,
+            on_too_long=on_too_long,
+            row_params=row_params,
+            use_tqdm=use_tqdm,
+            image_column=image_column,
+            capture=capture,
+            capture_to=None if capture_to is None else Path(capture_to),
+            capture_format=capture_format,
         )
         return run_job(self, input, output, options, sampling_params, pooling_params, lora_modules, lora_request)
 

@@ -213,20 +213,10 @@ def _experts() -> Iterator[Case]:
     yield Case("without a gate", args, rows=(0, 1, 2))
 
 
-def of_states(rows: Sequence[tuple[int, int, int]], stored: Sequence[int] | None = None) -> RecurrentMetadata:
-    """Batch rows (slot, tokens of earlier steps, tokens of this one); the stored states see so many of the latter."""
-    slots, done, counts = ([*column] for column in zip(*rows, strict=True))
-    lengths = [before + count for before, count in zip(done, counts, strict=True)]
-    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
-    seen = None if stored is None else torch.tensor(stored, dtype=torch.int32)
-    sizes = torch.tensor(lengths, dtype=torch.int32)
-    return RecurrentMetadata(torch.tensor(slots), starts, sizes, counts, lengths, stored=seen)
-
-
 # 23 tokens: a number that no other size is.
 _STATES = {
-    "rows": of_states([(2, 0, 3), (0, 5, 1), (3, 9, 18), (1, 0, 1)]),
-    "drafts": of_states([(1, 4, 4), (3, 0, 2), (0, 7, 17)], [2, 0, 17]),
+    "rows": RecurrentMetadata.of_rows((2, 0, 3), (0, 5, 1), (3, 9, 18), (1, 0, 1)),
+    "drafts": RecurrentMetadata.of_rows((1, 4, 4), (3, 0, 2), (0, 7, 17), stored=[2, 0, 17]),
 }
 
 
@@ -433,7 +423,9 @@ def _rows_of_states(
             state, results = states[at].clone(), []
             for start, end in ((0, cut), (cut, count)) if cut else ((0, count),):
                 part = slice(first + start, first + end)
-                own = of_states([(slot, length - count + start, end - start)], None if seen == count else [seen])
+                own = RecurrentMetadata.of_rows(
+                    (slot, length - count + start, end - start), stored=None if seen == count else [seen]
+                )
                 given = [
                     item[part] if isinstance(item, torch.Tensor) and len(item) == len(got) else item for item in args
                 ]

@@ -21,7 +21,7 @@ class Forked(Protocol):
 
 
 _locks: weakref.WeakSet[object] = weakref.WeakSet()
-_told: weakref.WeakSet[Forked] = weakref.WeakSet()
+_notified: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
 def renewed_in_children(lock: Lock) -> Lock:
@@ -31,7 +31,7 @@ def renewed_in_children(lock: Lock) -> Lock:
 
 
 def tell_of_forks(what: Forked) -> None:
-    _told.add(what)
+    _notified.add(what)
 
 
 def renew(lock: object) -> bool:
@@ -47,7 +47,7 @@ def renew(lock: object) -> bool:
 def _after_fork() -> None:
     for lock in list(_locks):
         renew(lock)
-    for what in list(_told):
+    for what in list(_notified):
         what.after_fork()
 
 

@@ -76,7 +76,7 @@ class BatchCall:
             self._rows = self._checkpoint.entries(rows)
         self._states: dict[int, PromptState] = {}  # by place among the rows
         self._ended: list[PromptState] = []
-        self._told: dict[str, RequestOutput] = {}  # by request id; what `on_output` was given
+        self._given_out: dict[str, RequestOutput] = {}  # by request id; what `on_output` was given
         self._progress = Progress(options.use_tqdm, len(rows))
 
     def run(self, engine: Engine) -> RequestOutputs:
@@ -129,7 +129,7 @@ class BatchCall:
         state = self._states.get(place)
         if state is None:
             return output_without_run(row)
-        return self._told.get(state.request_id) or state.last_output()
+        return self._given_out.get(state.request_id) or state.last_output()
 
     def _between_steps(self, engine: Engine) -> None:
         self._abort_dropped(engine)
@@ -144,7 +144,7 @@ class BatchCall:
     def _take_ended(self) -> None:
         while self._ended:
             state = self._ended.pop(0)
-            output = self._told[state.request_id] = state.output()
+            output = self._given_out[state.request_id] = state.output()
             if self._checkpoint is not None:
                 self._checkpoint.keep(output)
             self._tell(output)

@@ -282,8 +282,14 @@ def _pattern(attention: Attention, name: str, path: str, cache_dtype: torch.dtyp
         None if one is None else one.detach().float().cpu().numpy() for one in (params.sinks, params.alibi_slopes)
     )
     scoring = Scoring(
-        *(params.num_kv_heads, params.scale, params.sliding_window, params.soft_cap, params.attention_chunk),
-        *(sinks, slopes, _kept_as(cache_dtype)),
+        params.num_kv_heads,
+        params.scale,
+        params.sliding_window,
+        params.soft_cap,
+        params.attention_chunk,
+        sinks,
+        slopes,
+        _kept_as(cache_dtype),
     )
     return Site(name, (attention.num_heads, -1), can_change=False, in_parts=True, module=path, scoring=scoring)
 

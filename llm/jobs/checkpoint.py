@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from time import monotonic
 
 from llm.base.checks import refuse
 from llm.calls.flow import Entry
@@ -19,8 +18,6 @@ from llm.jobs.identity import row_key
 from llm.jobs.journal import Journal, Partials, RowRecord, output_from_json
 from llm.output_formats import output_as_json
 from llm.outputs import RequestOutput
-
-_PARTIALS_SECONDS = 10.0
 
 
 class Checkpoint:
@@ -39,8 +36,7 @@ class Checkpoint:
         self._identity = identity
         self._journal = Journal(path, identity)
         self._keys: dict[int, str] = {}  # of the rows that run
-        self._partials = Partials()
-        self._partials_at = monotonic() + _PARTIALS_SECONDS
+        self._partials = Partials(self._journal, self._keys.get)
         self._known: dict[str, RowRecord] = {}
         for record in self._journal.records():
             answer = self._known.setdefault(record["k"], RowRecord(record["k"]))
@@ -81,22 +77,12 @@ class Checkpoint:
         self._journal.flush()
 
     def after_step(self, states: Collection[PromptState]) -> None:
-        if monotonic() > self._partials_at:
-            self._write_partials(states)
-            self._journal.flush()
-            self._partials_at = monotonic() + _PARTIALS_SECONDS
+        self._partials.after_step(lambda: states)
 
     def end(self, states: Collection[PromptState]) -> None:
         """Write what there is of rows that have not ended, and close the journal."""
         try:
-            self._write_partials(states)
+            self._partials.write(states)
             self._journal.flush(sync=True)
         finally:
             self._journal.close()
-
-    def _write_partials(self, states: Collection[PromptState]) -> None:
-        for state in states:
-            key = self._keys.get(state.row.index)
-            record = None if key is None else self._partials.record(state.row.index, key, state.known_outputs())
-            if record is not None:
-                self._journal.add(record)

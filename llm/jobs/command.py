@@ -83,13 +83,13 @@ def _run(args: argparse.Namespace) -> int:
     given, modules = _params(args.params), lora_modules_of(args)
     _check_params(given, args.task)
     options = RunOptions(
-        args.column,
-        args.template,
-        args.resume,
-        args.shard,
-        args.on_error,
-        args.on_too_long,
-        args.row_params,
+        column=args.column,
+        template=args.template,
+        resume=args.resume,
+        shard=args.shard,
+        on_error=args.on_error,
+        on_too_long=args.on_too_long,
+        row_params=args.row_params,
         image_column=args.image_column,
     )
     JobFiles.of(args.input, args.output, options)  # wrong paths are told before the model is loaded

@@ -68,8 +68,6 @@ from llm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from llm.llm import LLM
 
-_PARTIALS_SECONDS = 10.0
-
 
 @dataclass(frozen=True)
 class JobSummary:
@@ -178,8 +176,7 @@ class Job:
         self._running: dict[int, _Running] = {}  # by index
         self._keys = sum_of([])
         self._replies = Replies(llm._preprocessor)
-        self._partials = Partials()
-        self._partials_at = monotonic() + _PARTIALS_SECONDS
+        self._partials = Partials(journal, self._key_of)
         self._count = _Count()
         self._progress = Progress(use_tqdm, plan.count)
         self._guard: InterruptGuard | None = None
@@ -207,7 +204,7 @@ class Job:
             finally:
                 guard.end()
                 if self._flow is not None:
-                    self._write_partials(self._flow)
+                    self._partials.write(self._flow.in_flight())
                 self._journal.flush(sync=True)
         count = self._count
         write_finished(self._plan.target, {**self._plan.finished, "rows": self._keys})
@@ -308,19 +305,11 @@ class Job:
 
     def _after_step(self, flow: Flow) -> None:
         self._progress.update()
-        if monotonic() > self._partials_at:
-            self._write_partials(flow)
-            self._journal.flush()
-            self._partials_at = monotonic() + _PARTIALS_SECONDS
+        self._partials.after_step(flow.in_flight)
 
-    def _write_partials(self, flow: Flow) -> None:
-        for state in flow.in_flight():
-            index = state.row.index
-            if index not in self._running:
-                continue
-            record = self._partials.record(index, self._running[index].key, state.known_outputs())
-            if record is not None:
-                self._journal.add(record)
+    def _key_of(self, index: int) -> str | None:
+        running = self._running.get(index)
+        return None if running is None else running.key
 
     def _answered(self) -> Iterator[JsonObject]:
         """The rows of the output."""
@@ -544,18 +533,19 @@ def run_job(
     count, columns, schema = _check_input(files, rows, options.on_error == "raise")
     of_job = {**identity, "input": files.source.suffix, "shard": files.shard.name}
     plan = JobPlan(
-        files.source,
-        files.target,
-        rows,
-        files.shard,
-        count,
-        columns,
-        schema,
-        options.on_too_long,
-        identity,
-        {**of_job, **_job_params(files, options, defaults)},
-        Path(model).name,
-        *(options.capture_to, options.capture_format),
+        source=files.source,
+        target=files.target,
+        rows=rows,
+        shard=files.shard,
+        count=count,
+        columns=columns,
+        schema=schema,
+        on_too_long=options.on_too_long,
+        identity=identity,
+        finished={**of_job, **_job_params(files, options, defaults)},
+        model=Path(model).name,
+        capture_to=options.capture_to,
+        capture_format=options.capture_format,
     )
     if files.target.exists():  # and resume=True
         return _summary_of_complete(llm, plan)

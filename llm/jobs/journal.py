@@ -27,7 +27,7 @@ import os
 import platform
 import secrets
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -40,6 +40,7 @@ from llm import errors
 from llm.base.system import lock, sync
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
+from llm.engine.output import PromptState
 from llm.engine.rows import Row
 from llm.errors import JobError, LLMError
 from llm.inputs import LoRARequest
@@ -346,17 +347,45 @@ class RowRecords:
             answer.extend(record["p"])
 
 
+# Between two writings of what there is of rows in flight.
+PARTIALS_SECONDS = 10.0
+
+
 class Partials:
     """Writes the further tokens of rows in flight, each token once.
 
+    Args:
+        journal: None: nothing is written.
+        key_of: a row's index -> its key; None: nothing of it is written.
+
     Attributes:
         written: by index, the number of tokens of each completion that the journal has.
+        due: `time.monotonic()` from which on a step is followed by a writing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal | SharedJournal | None, key_of: Callable[[int], str | None]) -> None:
         self.written: dict[int, list[int]] = {}
+        self.due = monotonic() + PARTIALS_SECONDS
+        self._journal = journal
+        self._key_of = key_of
 
-    def record(self, index: int, key: str, tokens: list[list[int]]) -> JsonObject | None:
+    def after_step(self, in_flight: Callable[[], Iterable[PromptState]]) -> None:
+        """Write what there is, if it is time."""
+        if self._journal is None or monotonic() < self.due:
+            return
+        self.write(in_flight())
+        self._journal.flush()
+        self.due = monotonic() + PARTIALS_SECONDS
+
+    def write(self, states: Iterable[PromptState]) -> None:
+        for state in states:
+            index = state.row.index
+            key = self._key_of(index)
+            record = None if key is None else self._record(index, key, state.known_outputs())
+            if record is not None and self._journal is not None:
+                self._journal.add(record)
+
+    def _record(self, index: int, key: str, tokens: list[list[int]]) -> JsonObject | None:
         """The record of what is new in a row's tokens, None if nothing is."""
         starts = self.written.get(index, [0] * len(tokens))
         if not tokens or [len(own) for own in tokens] == starts:

@@ -146,8 +146,14 @@ class Maker:
                         writing = preprocessor.reply_reader(None, "auto", True, True).writing
                         own = request.choice.constrained_row(own, writing)
                     (prompt,) = preprocessor.chat_prompts(
-                        *(request.messages, options, arguments, None, self.on_too_long, own),
-                        *(llm.get_default_sampling_params, request.choice),
+                        request.messages,
+                        options,
+                        arguments,
+                        None,
+                        self.on_too_long,
+                        own,
+                        llm.get_default_sampling_params,
+                        request.choice,
                     )
             except ValidationError as error:
                 prompt = error

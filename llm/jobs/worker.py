@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from llm.base.types import JsonObject
@@ -26,8 +25,6 @@ from llm.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from llm.llm import LLM
-
-_PARTIALS_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +70,7 @@ class RowWorker:
         self._journal = journal
         self._identity = identity_of(llm)
         self._keys: dict[int, str] = {}  # of the rows in flight
-        self._partials = Partials()
-        self._partials_at = monotonic() + _PARTIALS_SECONDS
+        self._partials = Partials(journal, self._keys.get)
 
     def answers(self, given: Sequence[JsonObject]) -> list[JsonObject]:
         """The rows with their answers, in their order."""
@@ -125,15 +121,7 @@ class RowWorker:
             self._journal.flush()
 
     def _after_step(self, flow: Flow) -> None:
-        if self._journal is None or monotonic() < self._partials_at:
-            return
-        for state in flow.in_flight():
-            index = state.row.index
-            record = self._partials.record(index, self._keys[index], state.known_outputs())
-            if record is not None:
-                self._journal.add(record)
-        self._journal.flush()
-        self._partials_at = monotonic() + _PARTIALS_SECONDS
+        self._partials.after_step(flow.in_flight)
 
 
 def plain_row(row: Mapping[str, object]) -> JsonObject:

@@ -55,7 +55,7 @@ def load_weights(
     parameters = {name: each for name, each in model.named_parameters() if name.startswith(start)}
     weight_map = WeightMap(model, quant_config.parameter_name if quant_config else lambda name: name)
     filled, sizes = dict.fromkeys(parameters, 0), {name: each.numel() for name, each in parameters.items()}
-    early = EarlyPacking(model, {weight_map.target(name).parameter for name in checkpoint.tensors})
+    packing = EarlyPacking(model, {weight_map.target(name).parameter for name in checkpoint.tensors})
     unexpected: list[str] = []
     aliases = _aliases(model, parameters)
     tied: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in aliases.values()}
@@ -71,7 +71,7 @@ def load_weights(
             if target.parameter in tied:
                 tied[target.parameter].insert(0, (name, tensor))
             if pack_early and filled[target.parameter] == sizes[target.parameter]:
-                early.filled(target.parameter, filled)
+                packing.filled(target.parameter, filled)
         elif target.parameter in aliases:
             tied[aliases[target.parameter]].append((name, tensor))
         elif not (
@@ -81,7 +81,7 @@ def load_weights(
     _check_complete(parameters, filled, sizes, unexpected, lambda name: _unfilled(name, weight_map, targets.values()))
     for copies in tied.values():
         _check_tied_copies(copies)
-    process_weights(model.get_submodule(part), early.packed)
+    process_weights(model.get_submodule(part), packing.packed)
     return targets
 
 
@@ -103,7 +103,7 @@ def load_dummy_weights(model: nn.Module, seed: int, *, pack_early: bool = False)
     `load_weights`.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if _is_made(name, parameter)}
-    early, sizes = EarlyPacking(model, parameters), {name: each.numel() for name, each in parameters.items()}
+    packing, sizes = EarlyPacking(model, parameters), {name: each.numel() for name, each in parameters.items()}
     device = next((each.device for each in parameters.values() if not each.is_meta), torch.device("cpu"))
     for name, parameter in parameters.items():
         leaf = name.rpartition(".")[2]
@@ -116,8 +116,8 @@ def load_dummy_weights(model: nn.Module, seed: int, *, pack_early: bool = False)
             parameter.data.copy_(filled)
         parameter.elements_loaded = sizes[name]  # type: ignore[attr-defined]
         if pack_early:
-            early.filled(name, sizes)
-    process_weights(model, early.packed)
+            packing.filled(name, sizes)
+    process_weights(model, packing.packed)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -229,9 +229,7 @@ class Gemma3nForCausalLM(d.DecoderForCausalLM):
                 "gemma3n models run in one process: their feed-forwards read all channels of a token; pass "
                 "tensor_parallel_size=1."
             )
-        readers = [i for i, layer in enumerate(config.layers) if isinstance(layer.attention, d.SharedKVConfig)]
-        self.left_out = (*getattr(self, "left_out", ()), *d.left_out_names(readers))
-        d.share_backends(list(self.model.layers))
+        self.left_out = (*getattr(self, "left_out", ()), *d.connect_shared(list(self.model.layers)))
         context, others = d.BuildContext(options, config.hidden_size), config.altup.inputs - 1
         self.per_layer = d.PerLayerInputs(config.per_layer, context, "per_layer")
         self.altup_projections = Projections(others, context, "altup_projections")

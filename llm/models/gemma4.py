@@ -215,9 +215,7 @@ class Gemma4ForCausalLM(d.DecoderForCausalLM):
 
     def __init__(self, config: Gemma4Config, options: d.BuildOptions) -> None:
         super().__init__(config, options)
-        readers = [i for i, layer in enumerate(config.layers) if isinstance(layer.attention, d.SharedKVConfig)]
-        self.left_out = (*getattr(self, "left_out", ()), *d.left_out_names(readers))
-        d.share_backends(list(self.model.layers))
+        self.left_out = (*getattr(self, "left_out", ()), *d.connect_shared(list(self.model.layers)))
         if config.values_are_keys:
             self.merge_weights = partial(_with_values)
         self.per_layer: d.PerLayerInputs | None = None

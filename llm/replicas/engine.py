@@ -193,7 +193,12 @@ class ReplicatedEngine(Engine):
         where = "in the others" if self._replicas.alive else "when it has loaded the model"
         logger.warning(
             "%s Its %d requests go on %s (%d of %d are left). %s",
-            *(error, lost, where, len(self._replicas.alive), self._replicas.count, follows),
+            error,
+            lost,
+            where,
+            len(self._replicas.alive),
+            self._replicas.count,
+            follows,
         )
 
     def _apply(self, number: int, report: StepReport) -> None:

@@ -89,7 +89,9 @@ class Replicas:
         # One OpenMP team a replica: the number of threads is set before PyTorch is loaded.
         environment = {} if seat.place.threads is None else {"OMP_NUM_THREADS": str(seat.place.threads)}
         worker = WorkerProcess(
-            *(ROLE, number, SCHEMA),
+            ROLE,
+            number,
+            SCHEMA,
             cores=seat.place.cores,
             environment=environment,
             name="replica",

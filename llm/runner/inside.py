@@ -120,8 +120,16 @@ def _row_work(
             continue
         own = np.flatnonzero(any_of)
         work = RowWork(
-            *(batch.request_ids[row], row, first, int(at[0]), num_prompt, batch.token_ids[row], at[own]),
-            *(captured[own], dtype, [(mask[own], change) for mask, change in changes if mask.any()]),
+            request_id=batch.request_ids[row],
+            row=row,
+            first=first,
+            start=int(at[0]),
+            num_prompt=num_prompt,
+            token_ids=batch.token_ids[row],
+            positions=at[own],
+            captured=captured[own],
+            dtype=dtype,
+            changes=[(mask[own], change) for mask, change in changes if mask.any()],
         )
         yield from ((name, work) for name in names)
 

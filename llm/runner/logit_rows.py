@@ -280,7 +280,9 @@ class LogitRowReader:
                 own_tokens = select_logit_rows(chosen, logit_rows, self.backend)
                 gathered = self.sampler.gather_logprobs(
                     select_logit_rows(logits, logit_rows, self.backend),
-                    *(own_tokens, np.zeros(len(logit_rows), dtype=np.int64), known),
+                    own_tokens,
+                    np.zeros(len(logit_rows), dtype=np.int64),
+                    known,
                 )
                 for (logit_row, ids), own in zip(requested.items(), gathered, strict=True):
                     values = zip(ids, own.logprobs[1:], strict=True)

@@ -741,8 +741,13 @@ class ModelRunner:
 
     def _reader(self) -> LogitRowReader:
         return LogitRowReader(
-            *(self.batch, self.sampler, self.processors, self._logits_of, self._logit_rows_at_once),
-            *(self._scores, self.backend),
+            batch=self.batch,
+            sampler=self.sampler,
+            processors=self.processors,
+            compute_logits=self._logits_of,
+            logit_rows_at_once=self._logit_rows_at_once,
+            scores=self._scores,
+            backend=self.backend,
         )
 
     def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:

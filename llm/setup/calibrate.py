@@ -202,7 +202,9 @@ def _tell_of_unreached(rows: Mapping[str, int]) -> None:
         logger.warning(
             "no token of the calibration texts reached %d of %d layers (%s): no router chose these experts. They use "
             "the statistics of the other experts of their layer; more, and more varied, texts reach more.",
-            *(len(missed), len(rows), list_names(missed)),
+            len(missed),
+            len(rows),
+            list_names(missed),
         )
 
 

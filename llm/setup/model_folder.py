@@ -93,7 +93,16 @@ def read_model(args: LLMArgs, chosen: Implementation | None = None) -> ReadModel
     # The float tensors of a quantized checkpoint are mostly scales, whose type is not the model's.
     stored = _stored_dtype(source) if has_weights and not is_quantized else reader.dtype()
     return ReadModel(
-        *(source, reader, chosen.model_class, architecture, stored, quantization, has_weights, chosen, purpose, pooling)
+        source=source,
+        reader=reader,
+        model_class=chosen.model_class,
+        architecture=architecture,
+        stored_dtype=stored,
+        quantization=quantization,
+        has_weights=has_weights,
+        chosen=chosen,
+        purpose=purpose,
+        pooling=pooling,
     )
 
 

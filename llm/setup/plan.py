@@ -129,8 +129,11 @@ def make_plan(
     return RunnerPlan(
         config,
         f"{platform.name}:{platform.index}" if platform.index else platform.name,
-        *(model.source, model.model_class, model.architecture, model.reader.decoded),
-        tuple(specs),
+        source=model.source,
+        model_class=model.model_class,
+        architecture=model.architecture,
+        hf_config=model.reader.decoded,
+        kv_cache_specs=tuple(specs),
         has_weights=model.has_weights,
         store_as=dtypes.store_as,
         is_quantized=model.quantization.found,
@@ -246,7 +249,8 @@ def warn_of_offload(args: LLMArgs, plan: RunnerPlan) -> None:
         logging.getLogger("llm").warning(
             "%s: weights are kept in a file in %s and read from it in every step, which is slow; quantization= makes "
             "them smaller, and offload_weights=False refuses what does not fit.",
-            *(config.reasons["offload_weights"], config.offload_config.offload_folder),
+            config.reasons["offload_weights"],
+            config.offload_config.offload_folder,
         )
 
 

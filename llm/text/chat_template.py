@@ -504,19 +504,19 @@ class TemplateProcess:
         return answer
 
     def _exchange(self, process: subprocess.Popen[bytes], data: bytes) -> JsonObject:
-        given, told = (pipe.fileno() for pipe in _pipes(process))
+        requests, answers = (pipe.fileno() for pipe in _pipes(process))
         deadline = time.monotonic() + _WALL_SECONDS
         waiting = memoryview(len(data).to_bytes(8, "big") + data)
         while waiting:
-            _wait(given, select.POLLOUT, deadline)
+            _wait(requests, select.POLLOUT, deadline)
             try:
-                waiting = waiting[os.write(given, waiting) :]
+                waiting = waiting[os.write(requests, waiting) :]
             except BrokenPipeError:
                 raise _Ended from None
-        size = int.from_bytes(_read(told, 8, deadline), "big")
+        size = int.from_bytes(_read(answers, 8, deadline), "big")
         if size > _MOST_BYTES:
             raise TemplateLimit(f"it makes more than {MOST_CHARACTERS} characters")
-        answer = json.loads(_read(told, size, deadline))
+        answer = json.loads(_read(answers, size, deadline))
         return answer if isinstance(answer, dict) else {}
 
     def _kill(self) -> int | None:

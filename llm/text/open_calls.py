@@ -41,13 +41,13 @@ def certain_arguments(arguments: JsonObject) -> str:
     return text[: _before_escape(text)].rstrip("".join(map(chr, range(0xD800, 0xDC00))))  # half a character
 
 
-def rest_of(told: str, arguments: JsonObject) -> str:
-    """What comes after `told`, a beginning that was certain. An argument that was written twice has its last value: it
+def rest_of(sent: str, arguments: JsonObject) -> str:
+    """What comes after `sent`, a beginning that was certain. An argument that was written twice has its last value: it
     is written again."""
     text = json.dumps(arguments, ensure_ascii=False)
-    if text.startswith(told):
-        return text[len(told) :]
-    open_ = _scan(told, 0, False)
+    if text.startswith(sent):
+        return text[len(sent) :]
+    open_ = _scan(sent, 0, False)
     return f"{open_.quote}{open_.closing[:-1]}, {text[1:]}"
 
 

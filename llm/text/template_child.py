@@ -142,9 +142,9 @@ def main(memory_bytes: int, cpu_seconds: float, *paths: str) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     environment()
     limit(memory_bytes)
-    given, told = sys.stdin.buffer, sys.stdout.buffer
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while True:
-        request = json.loads(read(given, int.from_bytes(read(given, 8), "big")))
+        request = json.loads(read(requests, int.from_bytes(read(requests, 8), "big")))
         # The kernel ends the process when the time is over, whatever it is doing.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         answer = answered(request)
@@ -153,8 +153,8 @@ def main(memory_bytes: int, cpu_seconds: float, *paths: str) -> None:
         except MemoryError:
             answer, data = {"limit": "memory"}, b'{"limit": "memory"}'
         signal.setitimer(signal.ITIMER_PROF, 0)
-        told.write(len(data).to_bytes(8, "big") + data)
-        told.flush()
+        answers.write(len(data).to_bytes(8, "big") + data)
+        answers.flush()
         if answer.get("limit") == "memory":
             os._exit(0)
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from llm import LLM
-from llm.jobs import job
+from llm.jobs import journal
 from llm.jobs.journal import decode
 
 ROWS = 40
@@ -95,7 +95,7 @@ def run_once(llm: LLM, source: Path, target: Path, number: int, delay: float | N
         status = 1
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            job._PARTIALS_SECONDS = 0.02
+            journal.PARTIALS_SECONDS = 0.02
             llm.run(source, target, resume=True, use_tqdm=False)
             status = 0
         except KeyboardInterrupt:

@@ -106,7 +106,7 @@ def test_what_another_worker_has_answered_is_not_computed_again(
 
 def test_half_answers_go_on(llm: LLM, whole: list[dict[str, Any]], tmp_path: Path) -> None:
     own = worker(llm, tmp_path)
-    own._partials_at = 0.0  # after the first step
+    own._partials.due = 0.0  # after the first step
     seen: list[Any] = []
     keep = own._keep
 

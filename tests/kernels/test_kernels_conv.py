@@ -9,8 +9,8 @@ import pytest
 import torch
 from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import normal
-from recurrent_rows import rows
 
+from llm.forward import RecurrentMetadata
 from llm.kernels.reference.recurrent import causal_conv1d
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -44,7 +44,7 @@ def in_steps(
     state = torch.full((3, channels, taps - 1), torch.nan)
     parts, done = [], 0
     for size in sizes:
-        step = rows((1, done, size))
+        step = RecurrentMetadata.of_rows((1, done, size))
         parts.append(convolve(x[done : done + size], weight, bias, state, step, "silu" if silu else None))
         done += size
     assert state[[0, 2]].isnan().all()
@@ -79,10 +79,12 @@ def test_rows_of_a_batch_are_those_alone(backend: str) -> None:
     of = [(3, 7, 2), (0, 0, 4), (4, 1, 1), (1, 0, 2)]
     alone, first = [], 0
     for row in of:
-        alone.append(convolve(x[first : first + row[2]], weight, bias, expected, rows(row), "silu"))
+        alone.append(
+            convolve(x[first : first + row[2]], weight, bias, expected, RecurrentMetadata.of_rows(row), "silu")
+        )
         first += row[2]
     view = state.transpose(1, 2)
-    assert same(backend, convolve(x, weight, bias, view, rows(*of), "silu"), torch.cat(alone))
+    assert same(backend, convolve(x, weight, bias, view, RecurrentMetadata.of_rows(*of), "silu"), torch.cat(alone))
     assert torch.equal(view, expected)
 
 
@@ -90,11 +92,11 @@ def test_rows_of_a_batch_are_those_alone(backend: str) -> None:
 def test_what_does_not_fit_is_refused(backend: str) -> None:
     convolve, x, state = operation(backend), torch.zeros(2, 3), torch.zeros(2, 3, 3)
     with pytest.raises(ValueError, match="'tanh'"):
-        convolve(x, torch.zeros(3, 4), None, state, rows((0, 0, 2)), "tanh")
+        convolve(x, torch.zeros(3, 4), None, state, RecurrentMetadata.of_rows((0, 0, 2)), "tanh")
     with pytest.raises(ValueError, match="3 channels"):
-        convolve(x, torch.zeros(4, 4), None, state, rows((0, 0, 2)))
+        convolve(x, torch.zeros(4, 4), None, state, RecurrentMetadata.of_rows((0, 0, 2)))
     with pytest.raises(ValueError, match="the state is float32"):
-        convolve(x, torch.zeros(3, 3), None, state, rows((0, 0, 2)))
+        convolve(x, torch.zeros(3, 3), None, state, RecurrentMetadata.of_rows((0, 0, 2)))
     for slot in (-1, 2):
         with pytest.raises(IndexError, match=f"slot {slot} "):
-            convolve(x, torch.zeros(3, 4), None, state, rows((slot, 0, 2)))
+            convolve(x, torch.zeros(3, 4), None, state, RecurrentMetadata.of_rows((slot, 0, 2)))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import normal
-from recurrent_rows import rows
 from test_kernels_gated_delta import Inputs
 from test_kernels_scan import mamba, mamba2
 
@@ -55,7 +54,7 @@ def without_drafts(run: Run, ops: Operations, state: torch.Tensor, counts: list[
     """The first `counts` of the tokens of `ROWS`, each row by itself."""
     found, first = [], 0
     for (slot, before, known, drafts, _), count in zip(ROWS, counts, strict=True):
-        found.append(run(ops, slice(first, first + count), state, rows((slot, before, count))))
+        found.append(run(ops, slice(first, first + count), state, RecurrentMetadata.of_rows((slot, before, count))))
         first += known + drafts
     return found
 
@@ -66,7 +65,7 @@ def test_a_state_sees_known_tokens_and_then_accepted_drafts(backend: str, name: 
     ops = REFERENCE.ops if backend == "reference" else kernel_set(backend).ops
     run, shape = OPERATIONS[name]
     start = normal(7, 5, *shape)
-    metadata = rows(*((slot, before, known + drafts) for slot, before, known, drafts, _ in ROWS))
+    metadata = RecurrentMetadata.of_rows(*((slot, before, known + drafts) for slot, before, known, drafts, _ in ROWS))
     metadata.stored = torch.tensor([row[2] for row in ROWS], dtype=torch.int32)
     accepted = torch.tensor([row[4] for row in ROWS], dtype=torch.int32)
 
@@ -90,7 +89,7 @@ def test_counts_that_do_not_fit_are_refused() -> None:
     ops, (run, shape) = kernel_set(ISAS[0]).ops, OPERATIONS["causal_conv1d"]
     state = torch.zeros(2, *shape)
     for counts, stored in (([3], [4]), ([3], [-1]), ([31], [3]), ([-1], [0])):
-        metadata = rows((1, 0, 3))
+        metadata = RecurrentMetadata.of_rows((1, 0, 3))
         metadata.counts, metadata.stored = (torch.tensor(item, dtype=torch.int32) for item in (counts, stored))
         with pytest.raises(IndexError, match="row 0 is out of range"):
             run(ops, slice(0, 30), state, metadata)

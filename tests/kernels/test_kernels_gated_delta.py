@@ -9,8 +9,8 @@ import pytest
 import torch
 from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import normal
-from recurrent_rows import rows
 
+from llm.forward import RecurrentMetadata
 from llm.kernels.reference.recurrent import gated_delta_rule
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -84,7 +84,9 @@ def test_it_is_the_recurrence_in_any_chunks(
         state, parts, done = inputs.state(3), [], 0
         for count in chunks:
             part = [item[done : done + count] for item in inputs.of_tokens]
-            parts.append(rule(*part, *inputs.of_heads, state, rows((1, done, count)), beta_scale=scale))
+            parts.append(
+                rule(*part, *inputs.of_heads, state, RecurrentMetadata.of_rows((1, done, count)), beta_scale=scale)
+            )
             done += count
         assert state[[0, 2]].isnan().all()
         return torch.cat(parts), state[1]
@@ -104,9 +106,11 @@ def test_rows_of_a_batch_are_those_alone(backend: str) -> None:
     expected, alone, first = state.clone(), [], 0
     for row in of:
         part = [item[first : first + row[2]] for item in inputs.of_tokens]
-        alone.append(rule(*part, *inputs.of_heads, expected, rows(row)))
+        alone.append(rule(*part, *inputs.of_heads, expected, RecurrentMetadata.of_rows(row)))
         first += row[2]
-    assert same(backend, rule(*inputs.of_tokens, *inputs.of_heads, state, rows(*of)), torch.cat(alone))
+    assert same(
+        backend, rule(*inputs.of_tokens, *inputs.of_heads, state, RecurrentMetadata.of_rows(*of)), torch.cat(alone)
+    )
     assert same(backend, state, expected)
 
 
@@ -114,8 +118,8 @@ def test_rows_of_a_batch_are_those_alone(backend: str) -> None:
 def test_what_does_not_fit_is_refused(backend: str) -> None:
     inputs, rule = Inputs((2, 4, 16, 40)), operation(backend)
     with pytest.raises(ValueError, match="the state"):
-        rule(*inputs.of_tokens, *inputs.of_heads, torch.zeros(2, 4, 40, 16), rows((0, 0, 9)))
+        rule(*inputs.of_tokens, *inputs.of_heads, torch.zeros(2, 4, 40, 16), RecurrentMetadata.of_rows((0, 0, 9)))
     with pytest.raises(ValueError, match="takes float32"):
-        rule(*inputs.of_tokens, *inputs.of_heads, inputs.state(2).double(), rows((0, 0, 9)))
+        rule(*inputs.of_tokens, *inputs.of_heads, inputs.state(2).double(), RecurrentMetadata.of_rows((0, 0, 9)))
     with pytest.raises(IndexError, match="slot 2 "):
-        rule(*inputs.of_tokens, *inputs.of_heads, inputs.state(2), rows((2, 0, 9)))
+        rule(*inputs.of_tokens, *inputs.of_heads, inputs.state(2), RecurrentMetadata.of_rows((2, 0, 9)))

@@ -11,7 +11,6 @@ import pytest
 import torch
 from kernel_sets import ISAS, kernel_set, needs_compiler
 from pages import normal
-from test_kernels_conv import rows
 
 from llm.forward import RecurrentMetadata
 from llm.kernels.reference import recurrent
@@ -104,7 +103,7 @@ def in_steps(case: Inputs, backend: str, sizes: Sequence[int]) -> torch.Tensor:
     state = torch.full((3, *case.state), math.nan)
     parts, done = [], 0
     for size in sizes:
-        parts.append(case.run(backend, slice(done, done + size), state, rows((1, done, size))))
+        parts.append(case.run(backend, slice(done, done + size), state, RecurrentMetadata.of_rows((1, done, size))))
         done += size
     assert state[[0, 2]].isnan().all() and state[1].isfinite().all()
     return torch.cat(parts)
@@ -138,12 +137,12 @@ def test_rows_of_a_batch_are_those_alone(backend: str, name: str) -> None:
     start = normal(9, 5, *case.state)
     expected, alone, first = start.clone(), [], 0
     for row in of:
-        alone.append(case.run(backend, slice(first, first + row[2]), expected, rows(row)))
+        alone.append(case.run(backend, slice(first, first + row[2]), expected, RecurrentMetadata.of_rows(row)))
         first += row[2]
     for threads in (1, 5):
         torch.set_num_threads(threads)
         state = start.clone()
-        together = case.run(backend, slice(0, first), state, rows(*of))
+        together = case.run(backend, slice(0, first), state, RecurrentMetadata.of_rows(*of))
         torch.set_num_threads(1)
         assert same(backend, together, torch.cat(alone)) and same(backend, state, expected)
 
@@ -161,13 +160,15 @@ def test_what_does_not_fit_is_refused(backend: str) -> None:
         state = torch.zeros(2, *case.state)
         for slot in (-1, 2):
             with pytest.raises(IndexError, match=f"slot {slot} "):
-                case.run(backend, slice(0, 3), state, rows((slot, 0, 3)))
+                case.run(backend, slice(0, 3), state, RecurrentMetadata.of_rows((slot, 0, 3)))
         with pytest.raises(ValueError, match="state is float32"):
-            case.run(backend, slice(0, 3), state.double(), rows((0, 0, 3)))
+            case.run(backend, slice(0, 3), state.double(), RecurrentMetadata.of_rows((0, 0, 3)))
         for name, value in case.constants.items():
             if isinstance(value, torch.Tensor):
                 wrong = Inputs(case.operation, case.tokens, {**case.constants, name: value[:-1]}, case.state)
                 with pytest.raises(ValueError, match=f"{name} is float32"):
-                    wrong.run(backend, slice(0, 3), state, rows((0, 0, 3)))
+                    wrong.run(backend, slice(0, 3), state, RecurrentMetadata.of_rows((0, 0, 3)))
     with pytest.raises(ValueError, match="6 heads cannot share 4 groups"):
-        mamba2(6, 3, 5, groups=4).run(backend, slice(0, 3), torch.zeros(1, 6, 5, 3), rows((0, 0, 3)))
+        mamba2(6, 3, 5, groups=4).run(
+            backend, slice(0, 3), torch.zeros(1, 6, 5, 3), RecurrentMetadata.of_rows((0, 0, 3))
+        )

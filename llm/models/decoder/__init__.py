@@ -71,7 +71,7 @@ from llm.models.decoder.recurrent import (
     read_mixers,
     read_step_limits,
 )
-from llm.models.decoder.shared_kv import SharedKVConfig, left_out_names, read_shared, share_backends
+from llm.models.decoder.shared_kv import SharedKVConfig, connect_shared, read_shared
 from llm.models.interface import BuildOptions, Cut, Renames
 
 __all__ = [
@@ -129,12 +129,12 @@ __all__ = [
     "alibi_slopes",
     "attending_layers",
     "check_rope",
+    "connect_shared",
     "down",
     "gate_and_up",
     "ignore_training",
     "layer_windows",
     "layers_with_experts",
-    "left_out_names",
     "longest_sequence",
     "read_activation",
     "read_attention",
@@ -150,7 +150,6 @@ __all__ = [
     "read_rms_norm",
     "read_shared",
     "read_step_limits",
-    "share_backends",
     "sparse_layers",
     "uniform_decoder",
     "windows_by_pattern",

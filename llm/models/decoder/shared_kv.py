@@ -78,20 +78,17 @@ def read_shared(reader: ConfigReader, own: Sequence[AttentionConfig], default: i
     return [*own[:first], *(SharedKVConfig(part, last[part.sliding_window]) for part in own[first:])]
 
 
-def share_backends(layers: Sequence[nn.Module]) -> None:
+def connect_shared(layers: Sequence[nn.Module]) -> tuple[str, ...]:
     """Layers that read another's cache get its backend, which knows the static scales of a quantized cache.
 
-    Each of the other layers has one state, so states are numbered as those layers are.
+    Each of the other layers has one state, so states are numbered as those layers are. Returns what checkpoints store
+    of the readers' own keys and values, in models by themselves and in multimodal ones.
     """
     parts = [layer.get_submodule("self_attn") for layer in layers]
-    for part in parts:
-        if isinstance(part, SharedKVAttention):
-            source = parts[part.state].get_submodule("attn")
-            part.attn.backend = cast("Attention", source).backend
-
-
-def left_out_names(readers: list[int]) -> tuple[str, ...]:
-    """What checkpoints store of the keys and values of these layers, in models by themselves and in multimodal ones."""
+    readers = {index: part for index, part in enumerate(parts) if isinstance(part, SharedKVAttention)}
+    for part in readers.values():
+        source = parts[part.state].get_submodule("attn")
+        part.attn.backend = cast("Attention", source).backend
     outer = ("model", "model.language_model", "language_model.model")
-    parts = ("k_proj", "v_proj", "k_norm", "v_norm")
-    return tuple(f"{name}.layers.{index}.self_attn.{part}" for name in outer for index in readers for part in parts)
+    names = ("k_proj", "v_proj", "k_norm", "v_norm")
+    return tuple(f"{model}.layers.{index}.self_attn.{name}" for model in outer for index in readers for name in names)

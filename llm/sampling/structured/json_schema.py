@@ -111,7 +111,7 @@ class _Compiler:
         self._place = place
         self._root = root
         self._defined: set[str] = set()
-        self._words = RegexBuilder(language)
+        self._builder = RegexBuilder(language)
         self._algebra = Algebra(self._resolve)
         self._scalars: dict[str, int] = {}
         self._starts: dict[str, int] = {}
@@ -122,11 +122,11 @@ class _Compiler:
         self._any_character = self._character([(0, _LAST)])
 
     def _literal(self, text: str) -> int:
-        return self._words.lexeme(self._words.literal(text))
+        return self._builder.lexeme(self._builder.literal(text))
 
     def _character(self, ranges: Ranges) -> BuiltRegex:
         """One character of a JSON string: itself, or its escape."""
-        words = self._words
+        builder = self._builder
         plain = [
             (max(low, first), min(high, last))
             for low, high in ranges
@@ -134,16 +134,16 @@ class _Compiler:
             if max(low, first) <= min(high, last)
         ]
         short = [
-            words.literal("\\" + letter)
+            builder.literal("\\" + letter)
             for code, letter in _SHORT_ESCAPES.items()
             if any(low <= code <= high for low, high in ranges)
         ]
         numbers = [
-            words.cat(words.literal("\\u"), *(words.characters(_either_case(digit)) for digit in f"{code:04x}"))
+            builder.cat(builder.literal("\\u"), *(builder.characters(_either_case(digit)) for digit in f"{code:04x}"))
             for code in _CONTROLS
             if any(low <= code <= high for low, high in ranges)
         ]
-        return words.alt(*([words.characters(plain)] if plain else []), *short, *numbers)
+        return builder.alt(*([builder.characters(plain)] if plain else []), *short, *numbers)
 
     def value(self, schema: object) -> int:
         """The node of all values that the schema admits."""
@@ -209,7 +209,7 @@ class _Compiler:
     def _number(self, item: Alternative) -> int:
         self._check_bounds(item)
         if "enum" in item:
-            return self._words.lexeme(self._words.any_of(map(_written, item["enum"])))
+            return self._builder.lexeme(self._builder.any_of(map(_written, item["enum"])))
         if not set(item) - {"type", "negated"}:
             return self._digits(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
         wanted = [FRACTION if item.get("fraction") else DECIMAL]
@@ -234,20 +234,20 @@ class _Compiler:
         excluded = [spellings(exact(value)) for value in item.get("excluded", ())]
         without = [*map(self._decimal, excluded)]
         without += [self._multiples_machine(Fraction(str(each)), True) for each in item.get("nomultiples", ())]
-        return self._words.lexeme(*map(self._decimal, dict.fromkeys(wanted)), *machines, without=without)
+        return self._builder.lexeme(*map(self._decimal, dict.fromkeys(wanted)), *machines, without=without)
 
     def _decimal(self, pattern: str) -> BuiltRegex:
         if len(pattern) > LONGEST_PATTERN:
             raise UnknownLength("bounds of numbers with hundreds of digits")
-        return parse_regex(self._words, pattern, self._words.characters)
+        return parse_regex(self._builder, pattern, self._builder.characters)
 
     def _digits(self, pattern: str) -> int:
-        return self._words.lexeme(self._decimal(pattern))
+        return self._builder.lexeme(self._decimal(pattern))
 
     def _integer(self, item: Alternative) -> int:
         self._check_bounds(item)
         if "enum" in item:
-            return self._words.lexeme(self._words.any_of(map(_written, item["enum"])))
+            return self._builder.lexeme(self._builder.any_of(map(_written, item["enum"])))
         lows = [math.ceil(item[name]) for name in ("minimum",) if name in item]
         lows += [math.floor(item[name]) + 1 for name in ("exclusiveMinimum",) if name in item]
         highs = [math.floor(item[name]) for name in ("maximum",) if name in item]
@@ -267,7 +267,7 @@ class _Compiler:
             listed = range(-(-low // divisor) * divisor, high + 1, divisor)
             kept = [str(value) for value in listed if value not in item.get("excluded", ())]
             kept = [text for text in kept if all(int(text) % each for each in unwanted)]
-            return self._words.lexeme(self._words.any_of(kept)) if kept else EMPTY
+            return self._builder.lexeme(self._builder.any_of(kept)) if kept else EMPTY
         pattern = integer_range(low, high) if lows or highs else "-?(0|[1-9][0-9]*)"
         if divisor == 1:
             return self._decimals([pattern], item)
@@ -285,7 +285,7 @@ class _Compiler:
         numerator = abs(step.numerator)
         if numerator == 0 or numerator * (places + 2) > _LARGEST_MACHINE:
             raise UnknownLength(f"'multipleOf' with more than {_LARGEST_MACHINE} remainders")
-        return self._words.machine(*remainders(numerator, places, with_points))
+        return self._builder.machine(*remainders(numerator, places, with_points))
 
     def _multiples(self, divisor: int) -> int:
         """Digit by digit; what may follow depends on the remainder of those before."""
@@ -299,7 +299,7 @@ class _Compiler:
             nexts: dict[int, list[tuple[int, int]]] = {}
             for digit in range(first, 10):
                 nexts.setdefault((10 * remainder + digit) % divisor, []).append((0x30 + digit, 0x30 + digit))
-            one = {after: self._words.lexeme(self._words.characters(ranges)) for after, ranges in nexts.items()}
+            one = {after: self._builder.lexeme(self._builder.characters(ranges)) for after, ranges in nexts.items()}
             return language.alt(*(language.cat(digit, rest(after)) for after, digit in one.items()))
 
         def rest(remainder: int) -> int:
@@ -314,41 +314,41 @@ class _Compiler:
         return language.cat(language.optional(self._literal("-")), number)
 
     def _string(self, item: Alternative) -> int:
-        words, quote = self._words, self._words.literal('"')
+        builder, quote = self._builder, self._builder.literal('"')
         if "enum" in item:
-            return words.lexeme(words.any_of(map(_written, item["enum"])))
+            return builder.lexeme(builder.any_of(map(_written, item["enum"])))
         wanted = self._text_of(item)
         without = [self._pattern(pattern) for pattern in item.get("nopatterns", ())]
-        without += [words.any_of(_written(value)[1:-1] for value in item["excluded"])] if "excluded" in item else []
-        quoted = [[words.cat(quote, text, quote) for text in texts] for texts in (wanted, without)]
-        return words.lexeme(*quoted[0], without=quoted[1])
+        without += [builder.any_of(_written(value)[1:-1] for value in item["excluded"])] if "excluded" in item else []
+        quoted = [[builder.cat(quote, text, quote) for text in texts] for texts in (wanted, without)]
+        return builder.lexeme(*quoted[0], without=quoted[1])
 
     def _text_of(self, item: Alternative) -> list[BuiltRegex]:
         """What a string must be, all of it."""
         patterns = item.get("patterns", [])
         formats = [FORMATS[name] for name in item.get("formats", ()) if name in FORMATS]
         found = [self._pattern(pattern) for pattern in patterns]
-        found += [parse_regex(self._words, pattern, self._character) for pattern in formats]
+        found += [parse_regex(self._builder, pattern, self._character) for pattern in formats]
         low, high = item.get("minLength", 0), item.get("maxLength", -1)
         if not found or (low, high) != (0, -1):
-            found.append(self._words.repeat(self._any_character, low, high))
+            found.append(self._builder.repeat(self._any_character, low, high))
         return found
 
     def _pattern(self, pattern: str) -> BuiltRegex:
         """A pattern is searched: without anchors, any text may precede and follow it."""
-        words, anything = self._words, self._words.repeat(self._any_character, 0)
+        builder, anything = self._builder, self._builder.repeat(self._any_character, 0)
         choices = []
         for part in alternatives_of(pattern):
             inner = part.removeprefix("^")
             ends = inner.endswith("$") and not inner.endswith(r"\$")
             choices.append(
-                words.cat(
-                    words.cat() if inner != part else anything,
-                    parse_regex(words, inner[:-1] if ends else inner, self._character),
-                    words.cat() if ends else anything,
+                builder.cat(
+                    builder.cat() if inner != part else anything,
+                    parse_regex(builder, inner[:-1] if ends else inner, self._character),
+                    builder.cat() if ends else anything,
                 )
             )
-        return words.alt(*choices)
+        return builder.alt(*choices)
 
     def _array(self, item: Alternative) -> int:
         language = self._language
@@ -591,28 +591,30 @@ class _Compiler:
         return self._keys[key]
 
     def _new_key(self, kind: frozenset[_Said], names: Sequence[str]) -> int:
-        words, quote, end = self._words, self._words.literal('"'), self._words.literal('":')
-        every = words.cat(quote, words.repeat(self._any_character, 0), end)
-        taken = words.cat(quote, words.any_of(_written(name)[1:-1] for name in names), end) if names else None
+        builder, quote, end = self._builder, self._builder.literal('"'), self._builder.literal('":')
+        every = builder.cat(quote, builder.repeat(self._any_character, 0), end)
+        taken = builder.cat(quote, builder.any_of(_written(name)[1:-1] for name in names), end) if names else None
         if not kind:
             if taken is None:
-                return words.lexeme(every)
+                return builder.lexeme(every)
             key = self._language.cat(quote.node, self._other(sorted(names), ""), end.node)
             return self._language.lexeme(key, f"/{every.text}/ & ~/{taken.text}/")
-        texts = [(is_so, words.cat(quote, self._text_like(*what), end)) for is_so, what in sorted(kind, key=repr)]
+        texts = [(is_so, builder.cat(quote, self._text_like(*what), end)) for is_so, what in sorted(kind, key=repr)]
         wanted = [text for is_so, text in texts if is_so] or [every]
         without = [text for is_so, text in texts if not is_so] + ([taken] if taken else [])
-        return words.lexeme(*wanted, without=without)
+        return builder.lexeme(*wanted, without=without)
 
     def _text_like(self, kind: str, value: str | tuple[str, ...] | tuple[int, int]) -> BuiltRegex:
         if isinstance(value, str):
             return (
-                self._pattern(value) if kind == "pattern" else parse_regex(self._words, FORMATS[value], self._character)
+                self._pattern(value)
+                if kind == "pattern"
+                else parse_regex(self._builder, FORMATS[value], self._character)
             )
         if kind == "values":
-            return self._words.any_of(_written(text)[1:-1] for text in value)
+            return self._builder.any_of(_written(text)[1:-1] for text in value)
         low, high = map(int, value)
-        return self._words.repeat(self._any_character, low, high)
+        return self._builder.repeat(self._any_character, low, high)
 
     def _other(self, names: Sequence[str], prefix: str) -> int:
         """The rest of a string that starts with `prefix` and is none of the names."""

@@ -76,7 +76,7 @@ class _Row:
                 answer.read(drafts[len(self.ahead)])
                 self.ahead.append(drafts[len(self.ahead)])
                 self.barred.append(self._mask(answer))
-        except Exception:  # comes again with the line it belongs to
+        except Exception:  # is raised again when the answer has got there
             self.answer = None
         forced = [token for token, draft in zip(self.ahead, drafts, strict=False) if token == draft]
         return _Masks(list(self.barred), forced[: len(self.barred) - 1])

@@ -448,11 +448,11 @@ def _language(kind: str, value: Any, vocabulary: Vocabulary) -> tuple[Language |
     def build(language: Language) -> int:
         if kind == "json":
             return compile_schema(language, value)
-        words = RegexBuilder(language)
+        builder = RegexBuilder(language)
         if kind == "regex":
-            return words.lexeme(parse_regex(words, value, words.characters))
+            return builder.lexeme(parse_regex(builder, value, builder.characters))
         if kind == "choice":
-            return words.lexeme(words.any_of(value))
+            return builder.lexeme(builder.any_of(value))
         if kind == "structural_tag":
             return format_language(language, value, vocabulary.special_tokens)
         raise UnknownLength(f"there is none for a {kind}")
