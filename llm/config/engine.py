@@ -402,9 +402,10 @@ class LLMArgs:
         PoolerConfig.of(self.pooler_config)
         if self.task is not None:
             self._take_task(self.task)
-        choices: dict[str, tuple[str, ...]] = {"load_format": ("auto", "safetensors", "dummy")}
+        choices: dict[str, tuple[object, ...]] = {"load_format": ("auto", "safetensors", "dummy")}
         choices["model_impl"] = ("auto", "native", "vllm", "transformers")
         choices["scheduling_policy"] = ("fcfs", "priority")
+        choices["async_scheduling"] = (None, False, True)
         choices["runner"] = ("auto", "generate", "pooling")
         choices["convert"] = ("auto", "none", "embed", "classify")
         choices["logprobs_mode"] = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")

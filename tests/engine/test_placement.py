@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 import llm.platforms
 from llm import LLM, SamplingParams
-from llm.errors import LLMError, OutOfMemoryError
+from llm.errors import LLMError, OutOfMemoryError, ValidationError
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import pytorch
 from llm.layers.attention import PagedAttention
@@ -331,6 +331,14 @@ def test_rows_that_lose_their_blocks_or_are_left_half_done_are_not_mixed_up(
         assert tokens(run(opened, prompts, params)) == expected
         assert engine_of(opened).scheduler.num_preemptions > 0
         engine_of(opened).scheduler.check_integrity()
+
+
+def test_what_async_scheduling_can_be() -> None:
+    with pytest.raises(ValidationError, match=r"^async_scheduling must be None or False or True, got 'yes'"):
+        LLM(async_scheduling="yes")  # type: ignore[arg-type]
+    with open_llm(async_scheduling=True) as opened:  # of a CPU
+        assert not opened.config.scheduler_config.async_scheduling
+        assert "CPU" in opened.config.reasons["async_scheduling"]
 
 
 def test_what_needs_the_tokens_waits_for_them(pretend: str, monkeypatch: pytest.MonkeyPatch) -> None:
