@@ -128,7 +128,7 @@ class LLM:
         scheduling_policy: "fcfs": requests run in the order in which they come; "priority": those of the lowest
             `priority` first, and these are the last to be recomputed when memory is short. No answer depends on it.
         async_scheduling: a device starts a step before the host has read the tokens of the one before; None and True:
-            where the step needs nothing else of it. Processors, drafts, adapters and recurrent states turn it off.
+            where the step needs nothing else of it. Processors, drafts and recurrent states turn it off.
         seed: requests without a seed get one derived from this; None: from the operating system.
         revision: of a hub model.
         hf_overrides: keys of config.json to replace; None as a value removes one. Or a callable that takes the config,

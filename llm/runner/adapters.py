@@ -113,7 +113,7 @@ class ModelAdapters:
             for layer, term in loaded.terms:
                 layer.terms = None
                 for weight in (term.down, term.up):
-                    weight.data.data = torch.empty(0)
+                    weight.data.data = torch.empty(0, device=weight.data.device)
         self._slots.clear()
 
     def _term(self, slot: int, folder: AdapterFolder, pair: Pair) -> tuple[LayerAdapters, LoraTerm]:
@@ -122,12 +122,12 @@ class ModelAdapters:
         if target.arrange is not None:
             up, bias = target.arrange(up, 0), None if bias is None else target.arrange(bias, 0)
         up, bias = target.of_rank(up), None if bias is None else target.of_rank(bias)
-        pack = self._backend.ops.pack
-        packed = pack(up.contiguous())
+        pack, device = self._backend.ops.pack, self._backend.device
+        packed = pack(up.contiguous().to(device))
         if bias is not None:
-            packed = replace(packed, bias=bias)
+            packed = replace(packed, bias=bias.to(device))
         down = down.t().contiguous() if pair.is_lookup else down
-        term = LoraTerm(slot, target.first, pack(down), packed, folder.config.scale_of(pair.key))
+        term = LoraTerm(slot, target.first, pack(down.to(device)), packed, folder.config.scale_of(pair.key))
         return self._layer(target, pair.is_lookup, pair.name), term
 
     def _layer(self, target: LayerTarget, is_lookup: bool, name_of: str) -> LayerAdapters:

@@ -238,6 +238,7 @@ class InputBatch:
             metadata=[self.attention_metadata(group, rows, rows, positions, ends, counts, lengths) for group in groups],
             states=[],
             logits_indices=self._upload(rows),
+            adapter_ids=self.adapters_of(rows),
         )
         return StepInput(rows, counts, LogitRows(rows, positions, len(rows)), batch)
 

@@ -116,7 +116,7 @@ class ImageRows:
     def close(self) -> None:
         """Free the tower and the features, even while something refers to them."""
         for tensor in () if self._tower is None else (*self._tower.parameters(), *self._tower.buffers()):
-            tensor.data = torch.empty(0)
+            tensor.data = torch.empty(0, device=tensor.device)
         self.clear()
         self._features.clear()
         self._tower = self._make_tower = None  # which refers to the runner

@@ -761,7 +761,6 @@ class ModelRunner:
 
     def _may_run_ahead(self) -> bool:
         """True if nothing but its tokens has to be known of the next step of these rows, and nothing looks at steps."""
-        rows = len(self.batch.request_ids)
         return (
             self._watch is not None
             and not self._watch()
@@ -771,7 +770,6 @@ class ModelRunner:
             and not self.processors.custom
             and self.proposer is None
             and not self.batch.has_slots  # recurrent states would have changed for nothing
-            and not self.batch.adapter_slots[:rows].any()
             and all(params.inside is None for params in self.batch.params)
         )
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from checkpoints.adapters import write_adapter
 from checkpoints.sentence_transformers import BERT, save_model, save_modules
 from checkpoints.sentence_transformers import prompts as pooled_prompts
 from embedded import engine_of, free_blocks, open_llm, run, tokens
@@ -18,10 +19,12 @@ from fake_device import FakePlatform, fake_device
 from pretend_device import DEVICE, QUEUE, OnDevice, PretendPlatform, pretend_device
 from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import AutoModelForCausalLM
 
 import llm.platforms
 from llm import LLM, SamplingParams
 from llm.errors import LLMError, OutOfMemoryError, ValidationError
+from llm.inputs import LoRARequest
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import pytorch
 from llm.layers.attention import PagedAttention
@@ -331,6 +334,28 @@ def test_rows_that_lose_their_blocks_or_are_left_half_done_are_not_mixed_up(
         assert tokens(run(opened, prompts, params)) == expected
         assert engine_of(opened).scheduler.num_preemptions > 0
         engine_of(opened).scheduler.check_integrity()
+
+
+def test_rows_with_adapters_go_on_early(
+    pretend: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, folder = TINY_MODELS["qwen3"], tiny_checkpoint("qwen3", tmp_path_factory)
+    prompts, options = make_prompts(row)[:4], {**row.engine, "skip_tokenizer_init": True, "dtype": "float32"}
+    with unset_fake_temporarily():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        adapters = [LoRARequest(str(i), i, str(write_adapter(model, tmp_path / str(i), seed=i))) for i in (1, 2)]
+    requests = [adapters[0], None, adapters[1], adapters[0]]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    def answer(device: str) -> list[list[int]]:
+        with open_llm(folder, **options, device=device, enable_lora=True, max_loras=2) as opened:
+            ahead = Ahead(opened, monkeypatch)
+            ids = [{"prompt_token_ids": own} for own in prompts]
+            found = tokens(opened.generate(ids, params, lora_request=requests, use_tqdm=False))
+            assert (ahead.started > 5) == (device == pretend)
+            return found
+
+    assert answer(pretend) == answer("cpu")
 
 
 def test_what_async_scheduling_can_be() -> None:
