@@ -84,16 +84,19 @@ class CacheRows:
 
     def read(self, part: int, rows: Sequence[int]) -> torch.Tensor:
         """A copy of these blocks or slots, [rows, *shape]; `part` counts the tensors as `parts` does."""
-        return self._rows(*self._place(part))[torch.tensor(rows, dtype=torch.int64)].cpu().contiguous()
+        return self._rows(*self._place(part))[self._indices(rows)].cpu().contiguous()
 
     def write(self, part: int, rows: Sequence[int], values: torch.Tensor) -> None:
         """Set these blocks or slots."""
         target = self._rows(*self._place(part))
-        target[torch.tensor(rows, dtype=torch.int64)] = values.to(target.device)
+        target[self._indices(rows)] = values.to(target.device)
 
     def _place(self, part: int) -> tuple[int, int]:
         places = [(index, number) for index, state in enumerate(self._states) for number in range(len(state))]
         return places[part]
+
+    def _indices(self, rows: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=self._states[0][0].device)
 
     def _rows(self, index: int, number: int) -> torch.Tensor:
         """A view of a tensor's bits, [blocks or slots, *shape of one]."""

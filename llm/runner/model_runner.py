@@ -658,9 +658,11 @@ class ModelRunner:
         """The model's vision tower, with its weights; read when the first picture comes."""
         whole = self.plan.config.quant_config
         quant_config = whole.of_tower if isinstance(whole, OnlineConfig) else None
+        on_host = self.platform.device.type == "cpu"
+        dtype = self.plan.config.model_config.weight_dtype if on_host else torch.float32  # which it computes in
         with serial_pytorch(), library_defaults(self.plan.config.num_threads), torch.inference_mode(False):
             with constructing(self.plan, self.platform), _explain_memory_errors():
-                tower = VisionTower(self.plan.hf_config, self.plan.config.model_config.weight_dtype, quant_config)
+                tower = VisionTower(self.plan.hf_config, dtype, quant_config)
             try:
                 tensors = TowerTensors(self.plan.source.tensors(), tower)
                 load_weights(tower, tensors, show_progress=self.plan.show_progress, quant_config=quant_config)

@@ -16,6 +16,7 @@ from checkpoints.sentence_transformers import BERT, save_model, save_modules
 from checkpoints.sentence_transformers import prompts as pooled_prompts
 from embedded import engine_of, free_blocks, open_llm, run, tokens
 from fake_device import FakePlatform, fake_device
+from models import images
 from pretend_device import DEVICE, QUEUE, OnDevice, PretendPlatform, pretend_device
 from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -225,6 +226,31 @@ def test_an_encoder_pools_on_another_device(pretend: str, tmp_path: Path) -> Non
             vectors.append(opened.embed(pooled_prompts(), use_tqdm=False).to_numpy())
     np.testing.assert_allclose(vectors[1], vectors[0], rtol=0, atol=1e-5)
     np.testing.assert_allclose(vectors[2], vectors[0], rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_vl", "gemma3"])
+def test_pictures_are_seen_on_another_device(pretend: str, tmp_path: Path, family: str) -> None:
+    images.write(family, tmp_path)
+    prompts, params = images.asked(family)[:3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def answer(device: str, dtype: str) -> list[list[int]]:
+        with LLM(tmp_path, device=device, dtype=dtype, max_model_len=512, use_tqdm_on_load=False) as opened:
+            return tokens(opened.generate(prompts, params, use_tqdm=False))
+
+    expected = answer("cpu", "float32")
+    assert answer(pretend, "float32") == expected
+    if family == "qwen2_vl":
+        assert [row[:2] for row in answer(pretend, "bfloat16")] == [row[:2] for row in expected]
+
+
+def test_the_prompt_cache_on_disk_is_read_on_another_device(pretend: str, tmp_path: Path) -> None:
+    prompt, params = [list(range(20, 80))], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with open_llm(device=pretend, dtype="float32") as opened:
+        expected = tokens(run(opened, prompt, params))
+        opened.save_prefix_cache(tmp_path / "cache")
+    with open_llm(device=pretend, dtype="float32", prefix_cache=tmp_path / "cache") as opened:
+        (output,) = run(opened, prompt, params)
+    assert tokens([output]) == expected and output.num_cached_tokens == 48
 
 
 def test_requests_of_all_kinds_wait_once_a_step(pretend: str) -> None:

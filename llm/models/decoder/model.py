@@ -171,7 +171,7 @@ class DecoderForCausalLM(Patchable):
         model, positions = self.model, self.config.learned_positions
         hidden = self.embed(batch.input_ids) if batch.inputs_embeds is None else batch.inputs_embeds
         if batch.images is not None:
-            hidden = hidden.index_copy(0, batch.images.indices, batch.images.rows)
+            hidden = hidden.index_copy(0, batch.images.indices, batch.images.rows.to(hidden.dtype))
         if model.embed_positions is not None and positions is not None:
             hidden = hidden + model.embed_positions(batch.positions + positions.offset)
         return hidden if model.embed_norm is None else model.embed_norm(hidden)
@@ -184,7 +184,7 @@ class DecoderForCausalLM(Patchable):
                 batch.taps.append(hidden if residual is None else hidden + residual)
             hidden, residual = layer(hidden, residual, batch)
             if batch.images is not None and index < len(batch.images.deep):
-                hidden = hidden.index_add(0, batch.images.indices, batch.images.deep[index])
+                hidden = hidden.index_add(0, batch.images.indices, batch.images.deep[index].to(hidden.dtype))
         if model.norm is not None:
             hidden, _ = add_norm(model.norm, hidden, residual)
         elif residual is not None:

@@ -111,7 +111,8 @@ class VisionTower(Patchable):
         for name, parameter in model.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         self._theirs: tuple[Theirs] = (model,)  # its parts are registered above, under the names of the checkpoint
-        self._ops = backend_of_construction().ops
+        backend = backend_of_construction()
+        self._ops, self._device = backend.ops, backend.device
 
     def rename_weight(self, name: str) -> str:
         return self.names.rename(name)
@@ -143,8 +144,8 @@ class VisionTower(Patchable):
         name = "get_video_features" if VIDEO_PIXELS in inputs else "get_image_features"
         compute = getattr(_owner(self._theirs[0], name), name)
         takes = inspect.signature(compute).parameters
-        given = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
-        given = {name: value for name, value in given.items() if name in takes}
+        given = {name: value.to(self._device) for name, value in inputs.items() if name in takes}
+        given = {name: value.float() if value.is_floating_point() else value for name, value in given.items()}
         with attention.computing(self._ops):
             found = compute(**given, **self._defaults(takes), return_dict=True)
         rows = _rows(getattr(found, "pooler_output", found))
