@@ -135,7 +135,10 @@ subprocess.run([sys.executable, os.getcwd() + "/llm/role.py"], check=True)
 
 # Besides llm/base/system.py: the process that renders templates, POSIX's as a whole and refused on Windows, and
 # a measurement that begins with /proc.
-OF_SOME_SYSTEMS = {"llm/text/chat_template.py", "llm/text/template_child.py", "llm/tools/bench/machine.py"}
+OF_SOME_SYSTEMS = {
+    "llm/loading/shared_weights.py",  # of Linux alone, where replicas share weights
+    *("llm/text/chat_template.py", "llm/text/template_child.py", "llm/tools/bench/machine.py"),
+}
 
 
 def of_some_systems(source: str) -> list[str]:

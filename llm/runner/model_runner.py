@@ -929,8 +929,9 @@ def fill_model(
             with _explain_memory_errors():
                 load_dummy_weights(model, plan.config.model_config.seed, pack_early=packs_early)
             return {}
-        tensors = _in_order(plan.source.tensors(), plan.config.quant_config, model)
-        return load_weights(
+        stored = plan.source.tensors()
+        tensors = _in_order(stored, plan.config.quant_config, model)
+        targets = load_weights(
             model,
             tensors if adapter is None else MergedTensors(tensors, adapter, model),
             show_progress=plan.show_progress,
@@ -938,6 +939,11 @@ def fill_model(
             store_as=plan.store_as,
             pack_early=packs_early,
         )
+        if tensors is stored:
+            return targets
+        # What is saved has the order of the checkpoint, whatever order it was read in.
+        places = {name: place for place, name in enumerate(stored.tensors)}
+        return dict(sorted(targets.items(), key=lambda item: places.get(item[0], len(places))))
     finally:
         if adapter is not None:
             adapter.close()
