@@ -268,7 +268,8 @@ def page(tables: dict[str, dict[str, Row]]) -> str:
             f"{row.forms}: {row.registers}, {row.shared // 1024}" + (f", {row.spilled} spilled" if row.spilled else "")
             if row else "" for row in each
         ]  # fmt: skip
-        found = "; ".join(dict.fromkeys(ran["kernels"].get(operation, "not yet") for operation in operations))
+        own = [ran["kernels"].get(operation, "not yet") for operation in operations]
+        found = ran["kernels"].get(name) or "; ".join(dict.fromkeys(own))
         lines.append(f"| `{name}` | {', '.join(f'`{one}`' for one in operations)} | {' | '.join(cells)} | {found} |")
     return _PAGE.format(
         triton=triton.__version__, targets=" | ".join(tables), lines="---|" * len(tables), rows="\n".join(lines),
