@@ -143,7 +143,7 @@ def test_its_output_is_told_with_its_name(worker: WorkerProcess, capfd: pytest.C
     said = ""
     for _ in range(500):
         said += capfd.readouterr().err
-        if "there" in said:
+        if said.endswith("there\n"):
             break
         time.sleep(0.02)
     assert said == "worker 3: hello\nworker 3: there\n"
