@@ -16,7 +16,7 @@ with all such tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -29,8 +29,10 @@ from llm.runner.batch import Drafts, InputBatch, LogitRows
 from llm.runner.recorded import Scores
 from llm.sampling.logits_processors.pipeline import LogitsProcessors
 from llm.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, select_logit_rows
-from llm.sampling.sampler import Pending, Sampler, SamplerOutput
+from llm.sampling.sampler import Pending, Sampler, SamplerOutput, SamplingRows
 
+# The arguments of `Sampler`.
+_ForSampler = tuple[torch.Tensor, SamplingRows, np.ndarray, np.ndarray, LogitsProcessors | None, int]
 _MANY = 2**31  # more logprobs than any vocabulary has tokens
 
 
@@ -188,13 +190,8 @@ class LogitRowReader:
             if likeliest is not None:
                 return self._started([likeliest])
             source, has_logits = scores.logits, True
-        pending = []
-        for part in self._chunks(len(rows), processors):
-            own = source if part == slice(0, len(rows)) else source[part]
-            logits = own if has_logits else self.compute_logits(own, rows[part])
-            of_part = rows[part], outputs[part], processors, len(self.batch.request_ids)
-            pending.append(self.sampler.start(logits, self.batch.sampling, *of_part))
-        return self._started(pending)
+        chunks = self._chunks(source, rows, outputs, processors, has_logits)
+        return self._started([self.sampler.start(*arguments) for _, arguments in chunks])
 
     def _started(self, pending: list[Pending]) -> Started:
         tokens = [item.tensors[0] for item in pending]
@@ -208,10 +205,23 @@ class LogitRowReader:
 
         return Started(tokens[0] if len(tokens) == 1 else torch.cat(tokens), finish)
 
-    def _chunks(self, count: int, processors: LogitsProcessors | None) -> list[slice]:
-        """In one chunk if a processor is active, as it must see the batch."""
-        size = max(1, count if processors is not None else self.logit_rows_at_once)
-        return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    def _chunks(
+        self,
+        source: torch.Tensor,
+        rows: np.ndarray,
+        outputs: np.ndarray,
+        processors: LogitsProcessors | None,
+        has_logits: bool,
+    ) -> Iterator[tuple[int, _ForSampler]]:
+        """(first logit row, what the sampler is given) of each chunk; one chunk if a processor is active, as it must
+        see the batch."""
+        size = max(1, len(rows) if processors is not None else self.logit_rows_at_once)
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            own = source if len(rows) <= size else source[part]
+            logits = own if has_logits else self.compute_logits(own, rows[part])
+            batch = self.batch
+            yield start, (logits, batch.sampling, rows[part], outputs[part], processors, len(batch.request_ids))
 
     def _sample(
         self, source: torch.Tensor, rows: np.ndarray, positions: np.ndarray, has_logits: bool = False
@@ -235,11 +245,8 @@ class LogitRowReader:
                     return Sampled(tokens)
         outputs = positions + 1 - batch.num_prompt_tokens[rows]
         sampled = Sampled()
-        for part in self._chunks(len(rows), processors):
-            own = source if part == slice(0, len(rows)) else source[part]
-            logits = own if has_logits else self.compute_logits(own, rows[part])
-            of_part = rows[part], outputs[part], processors, len(batch.request_ids)
-            sampled.add(part.start, self.sampler(logits, batch.sampling, *of_part))
+        for start, arguments in self._chunks(source, rows, outputs, processors, has_logits):
+            sampled.add(start, self.sampler(*arguments))
         return sampled
 
     def take(self, rows: np.ndarray, sampled: Sampled, result: RunnerOutput) -> None:
