@@ -13,7 +13,7 @@ _LAYER = (
     ("mlp.c_proj", "mlp.down_proj"),
 )
 # GPT-2's names of keys -> those of later families.
-_KEYS = {
+GPT2_KEYS = {
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
     "n_layer": "num_hidden_layers",
@@ -41,7 +41,7 @@ class GPT2LMHeadModel(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        reader = reader.renamed(_KEYS)
+        reader = reader.renamed(GPT2_KEYS)
         reader.expect("n_ctx", reader.positive("max_position_embeddings", 1024))
         reader.boolean("reorder_and_upcast_attn", False)  # the scores' precision, which is float32 here anyway
         attention = d.AttentionConfig(_heads(reader), qkv_bias=True, out_bias=True)
@@ -82,7 +82,7 @@ class GPTBigCodeForCausalLM(GPT2LMHeadModel):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        reader = reader.renamed(_KEYS)
+        reader = reader.renamed(GPT2_KEYS)
         # Softmax is float32 here anyway, and the others say how transformers' older code ran.
         for key in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "validate_runner_input"):
             reader.boolean(key, True)

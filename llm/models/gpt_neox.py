@@ -12,6 +12,7 @@ import torch
 
 from llm.errors import CheckpointError
 from llm.models import decoder as d
+from llm.models.gpt2 import GPT2_KEYS
 
 _LAYER = (
     ("attention.query_key_value", "self_attn.qkv_proj"),
@@ -99,16 +100,6 @@ _GPTJ_LAYER = (
     ("mlp.fc_out", "mlp.down_proj"),
 )
 
-_GPTJ_KEYS = {
-    "n_embd": "hidden_size",
-    "n_head": "num_attention_heads",
-    "n_layer": "num_hidden_layers",
-    "n_positions": "max_position_embeddings",
-    "n_inner": "intermediate_size",
-    "layer_norm_epsilon": "layer_norm_eps",
-    "activation_function": "hidden_act",
-}
-
 
 class GPTJForCausalLM(d.DecoderForCausalLM):
     """GPT-J: parallel residual with one LayerNorm, interleaved partial rotary embedding, a bias on the logits."""
@@ -124,7 +115,7 @@ class GPTJForCausalLM(d.DecoderForCausalLM):
 
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
-        reader = reader.renamed(_GPTJ_KEYS)
+        reader = reader.renamed(GPT2_KEYS)
         hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
         reader.expect("tie_word_embeddings", False)  # a tied LM head has no bias
         reader.expect("scale_attn_weights", True)
