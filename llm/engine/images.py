@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -70,7 +70,7 @@ class _Read:
         source: what features are made of.
         text, ids: what stands for it in the prompt; text is None where it is not known, of features that the user
             computed.
-        token_id: of those of `ids` that have features.
+        token_id: of those of `ids` that have features; indicators: the others.
         options: `mm_processor_kwargs`.
     """
 
@@ -81,10 +81,14 @@ class _Read:
     ids: list[int]
     token_id: int
     options: Mapping[str, object] = field(default_factory=dict)
+    indicators: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
-        return self.ids.count(self.token_id)
+        return self.count_in(self.ids)
+
+    def count_in(self, ids: Sequence[int]) -> int:
+        return sum(ids.count(token) for token in (self.token_id, *self.indicators))
 
 
 class PromptImages:
@@ -191,7 +195,8 @@ class PromptImages:
         return self.processor.whole_ids(text, self._texts_of(ordered), kinds, plain=plain), ordered
 
     def _texts_of(self, read: Sequence[_Read]) -> list[str]:
-        texts = [item.text for item in read if item.text is not None]
+        before = self._before(read)
+        texts = [text + item.text for text, item in zip(before, read, strict=True) if item.text is not None]
         if len(texts) < len(read):
             kind = self._config.get("model_type")
             raise bad_picture(
@@ -200,15 +205,25 @@ class PromptImages:
             )
         return texts
 
+    def _before(self, read: Sequence[_Read]) -> list[str]:
+        """What stands before the text of each, which are in the order of the prompt."""
+        numbers = accumulate(item.kind == IMAGE for item in read)
+        return [
+            self.processor.before(number - 1, item.options) if item.kind == IMAGE else ""
+            for number, item in zip(numbers, read, strict=True)
+        ]
+
     def ids_of(self, token_ids: Sequence[int], read: Sequence[_Read]) -> tuple[list[int], list[_Read]]:
         """The same of token ids, where each picture is one placeholder; or all of its tokens already."""
         asked = {item.kind for item in read}
         by_id = {self._placeholder_id(kind): kind for kind in asked}
         wanted: dict[int, int] = {}
+        counts: dict[int, int] = {}
         for item in read:
             wanted[item.token_id] = wanted.get(item.token_id, 0) + item.count
+            counts[item.token_id] = item.count_in(token_ids)
         one_each = set(wanted) == set(by_id) and sum(wanted.values()) == len(read)  # then a placeholder is both
-        if not one_each and all(token_ids.count(token) == count for token, count in wanted.items()):
+        if not one_each and counts == wanted:
             if len(wanted) < len(asked):
                 raise bad_picture(
                     "images and videos of this model have the same tokens: pass a text, or ids with a placeholder each"
@@ -218,8 +233,8 @@ class PromptImages:
         ordered = self._ordered(read, [by_id[token_ids[place]] for place in places])
         self._texts_of(read)
         found, start = [], 0
-        for place, item in zip(places, ordered, strict=True):
-            found += [*token_ids[start:place], *item.ids]
+        for place, item, before in zip(places, ordered, self._before(ordered), strict=True):
+            found += [*token_ids[start:place], *self.processor.ids(before), *item.ids]
             start = place + 1
         return [*found, *token_ids[start:]], ordered
 
@@ -249,7 +264,10 @@ class PromptImages:
             ValidationError: the tokens of the pictures are not those in the prompt.
         """
         ids = np.array(token_ids, dtype=np.int64)
-        left = {token: np.flatnonzero(ids == token) for token in self.processor.feature_ids}
+        left = {
+            token: np.flatnonzero(np.isin(ids, (token, *self.processor.indicators_beside(token))))
+            for token in self.processor.feature_ids
+        }
         for token, own in left.items():
             wanted = sum(item.count for item in read if item.token_id == token)
             if len(own) and not wanted:
@@ -336,7 +354,9 @@ class PromptImages:
         key = hashlib.sha256(picture.digest + settings).digest()
         text = self._text_of(picture, content, key, settings, options)
         ids = self.processor.ids(text)
-        return self._checked(_Read(kind, picture, key, text, ids, self.processor.token_id_in(ids, kind), options))
+        token = self.processor.token_id_in(ids, kind)
+        read = _Read(kind, picture, key, text, ids, token, options, self.processor.indicators_beside(token))
+        return self._checked(read)
 
     def _opened(self, source: object) -> tuple[Picture | Video, Image | list[Image]]:
         if not isinstance(source, Frames):
@@ -380,6 +400,8 @@ class PromptImages:
     def _read_embeds(self, embeds: ImageEmbeds) -> _Read:
         """Features that the user computed, each in the place of one of the model's tokens for images."""
         embeds.check(self._hidden_size, self._depth)
+        if self.processor.indicators:
+            raise bad_picture("image_embeds of this model are not read: its tower makes more than an image's features")
         if self._has_axes and embeds.grid is None:
             raise bad_picture("image_embeds of this model need image_grid_thw: its tokens have three positions")
         count, token = len(embeds.rows), self.processor.token_id

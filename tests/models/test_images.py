@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import threading
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from starlette.testclient import TestClient
 
 from llm import LLM, AsyncLLM, BeamSearchParams, PoolingParams, SamplingParams
 from llm.errors import LLMError, ValidationError
+from llm.models.vision.replacements import best_canvas
 from llm.tools.serve.app import Endpoint
 
 pytest.importorskip("PIL")
@@ -159,6 +161,58 @@ def test_one_image_that_is_not_decoded_yet_serves_many_prompts(llm: LLM) -> None
         prompt = {"prompt": MARK, "multi_modal_data": {"image": lazy(large.getvalue())}}
         outputs = llm.generate([prompt] * 12, SHORT, use_tqdm=False)
         assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+
+
+@pytest.mark.parametrize("name", ["ovis2", "minicpmv4_6", "llama4"])
+def test_families_whose_pictures_have_more_than_one_kind_of_token(name: str, tmp_path: Path) -> None:
+    """Ovis 2's have features in the places of several ids, MiniCPM's have numbers, Llama 4's are cut here."""
+    model = images.write(name, tmp_path)
+    prompts = images.asked(name)[:3]
+    with LLM(tmp_path, use_tqdm_on_load=False, enable_prefix_caching=False) as llm:
+        together = llm.generate(prompts, images.GREEDY, use_tqdm=False)
+        for prompt, output in zip(prompts, together, strict=True):
+            assert images.worst(name, llm, model, prompt, output) < images.TOLERANCE
+        ids = llm._preprocessor.images.processor.ids(prompts[2]["prompt"])
+        of_ids = {"prompt_token_ids": ids, "multi_modal_data": prompts[2]["multi_modal_data"]}
+        again = llm.generate(of_ids, images.GREEDY, use_tqdm=False)
+        assert again[0].prompt_token_ids[-40:] == together[2].prompt_token_ids[-40:]
+        of_ids["prompt_token_ids"] = list(together[2].prompt_token_ids)  # with all tokens of the pictures
+        again = llm.generate(of_ids, images.GREEDY, use_tqdm=False)
+        assert images.bits(again[0]) == images.bits(together[2])
+        if name == "ovis2":
+            features = {"image_embeds": torch.zeros(4, 48)}
+            with pytest.raises(ValidationError, match="image_embeds of this model are not read"):
+                llm.generate({**prompts[1], "multi_modal_data": {"image": features}}, SHORT, use_tqdm=False)
+        if name == "minicpmv4_6":
+            plain = {**prompts[2], "mm_processor_kwargs": {"use_image_id": False}}
+            (output,) = llm.generate(plain, SHORT, use_tqdm=False)
+            assert len(output.prompt_token_ids) == len(together[2].prompt_token_ids) - 6  # <image_id>0</image_id> twice
+    with LLM(tmp_path, use_tqdm_on_load=False, max_num_batched_tokens=13, enable_prefix_caching=False) as llm:
+        again = llm.generate(prompts, images.GREEDY, use_tqdm=False)
+        assert [images.bits(output) for output in again] == [images.bits(output) for output in together]
+
+
+def test_a_tower_that_draws_its_features_is_refused(tmp_path: Path) -> None:
+    images.write("ovis2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["vision_config"]["tokenize_function"] = "gumbel_argmax"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with LLM(tmp_path, use_tqdm_on_load=False) as llm, pytest.raises(LLMError, match="at random"):
+        llm.generate(images.asked("ovis2")[1], SHORT, use_tqdm=False)
+
+
+def test_canvases_of_llama_4_are_those_of_transformers() -> None:
+    """(height, width), edge, most, largest -> (rows, columns), from Llama4ImageProcessor, which needs torchvision."""
+    expected = {
+        ((336, 336), 336, 16, False): (1, 1),
+        ((1000, 700), 336, 16, False): (3, 3),
+        ((300, 2000), 336, 16, False): (1, 6),
+        ((5000, 4000), 336, 16, False): (4, 4),
+        ((90, 20), 32, 4, False): (3, 1),
+        ((672, 336), 336, 16, True): (5, 3),
+    }
+    for (size, edge, most, largest), found in expected.items():
+        assert best_canvas(size, edge, most, largest) == found
 
 
 def test_a_placeholder_without_an_image_is_refused(llm: LLM) -> None:
@@ -411,7 +465,7 @@ def test_vectors_of_prompts_with_pictures_are_those_of_transformers(name: str, t
         alone = np.concatenate([llm.embed(prompt, use_tqdm=False).to_numpy() for prompt in prompts])
         assert np.array_equal(found, alone)
         for prompt, output, vector in zip(prompts, outputs, found, strict=True):
-            inputs, _ = images.theirs(llm, prompt, output)
+            inputs = images.theirs(llm, prompt, output)
             with torch.inference_mode():
                 hidden = model(**inputs, output_hidden_states=True).hidden_states[-1][0, -1]
             expected = torch.nn.functional.normalize(hidden, dim=-1).numpy()

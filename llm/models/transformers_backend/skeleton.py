@@ -102,6 +102,8 @@ def check_counts(config: object, where: str) -> None:
 
 def compute_buffers(model: Theirs) -> None:
     """Buffers that no checkpoint stores get their values; those that it stores become parameters, to be loaded."""
+    from transformers import PreTrainedModel
+
     total = sum(buffer.nbytes for buffer in model.buffers())
     if total > _MOST_BUFFER_BYTES:
         raise UnsupportedModelError(f"{type(model).__name__}'s tables would take {total} bytes.")
@@ -116,7 +118,7 @@ def compute_buffers(model: Theirs) -> None:
                 del module._buffers[name]
                 module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
     with refusing("transformers cannot compute the model's tables"), torch.no_grad(), without_warnings():
-        for owner in (part for part in model.modules() if hasattr(part, "_init_weights")):  # a tower has its own
+        for owner in (part for part in model.modules() if isinstance(part, PreTrainedModel)):  # a tower has its own
             for module in owner.modules():
                 # Some read what only a loaded model has. A table that is left unset is found below.
                 with suppress(AttributeError):

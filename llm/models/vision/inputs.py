@@ -12,6 +12,8 @@ from llm.base.text import clip
 from llm.errors import ValidationError, nearest
 
 Inputs = dict[str, torch.Tensor]
+# Among these: the ids of a picture's tokens that have features, where its tower makes those of several ids.
+TOKENS = "feature_token_ids"
 
 
 @dataclass(frozen=True)

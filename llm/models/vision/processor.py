@@ -24,7 +24,13 @@ from llm.base.text import clip, show
 from llm.base.types import JsonObject
 from llm.errors import UnsupportedModelError
 from llm.models.transformers_backend.skeleton import Theirs
-from llm.models.vision.inputs import Processed, check_options, processing
+from llm.models.vision.inputs import TOKENS, Processed, check_options, processing
+from llm.models.vision.replacements import (
+    idefics2_processor,
+    llama4_image_processor,
+    minicpm_processor,
+    pixtral_processor,
+)
 from llm.models.vision.video import VideoProcessor, in_words
 
 if TYPE_CHECKING:
@@ -56,6 +62,7 @@ class PictureProcessor:
     Attributes:
         placeholder: the text that stands for a picture in a prompt; one token, `placeholder_id`.
         token_id: of the tokens in whose places a picture's features are.
+        indicators: other tokens of a picture whose features its tower makes too; of Ovis 2.
     """
 
     def __init__(
@@ -71,6 +78,8 @@ class PictureProcessor:
         self.token_id = own if isinstance(own, int) else getattr(self._theirs, "image_token_id", self.placeholder_id)
         video = config.get("video_token_id", config.get("video_token_index"))
         self._video_token_id = video if isinstance(video, int) else self.token_id
+        more = config.get("visual_indicator_token_ids")
+        self.indicators: tuple[int, ...] = tuple(more) if isinstance(more, list) else ()
         self.settings = json.dumps([self._family, settings], sort_keys=True, default=str)
 
     def ids(self, text: str) -> list[int]:
@@ -92,6 +101,19 @@ class PictureProcessor:
         """Of the tokens with features in what stands for a picture or a video."""
         own = self.token_id if kind == IMAGE else self._video_token_id
         return own if own in ids else self.token_id
+
+    def indicators_beside(self, token_id: int) -> tuple[int, ...]:
+        """The other tokens with features of what has features in the places of `token_id`."""
+        return self.indicators if token_id == self.token_id else ()
+
+    def before(self, number: int, options: Mapping[str, object]) -> str:
+        """What stands in a prompt before the text of its picture of this number, from 0.
+
+        options: `mm_processor_kwargs`.
+        """
+        own = getattr(self._theirs, "before", None)
+        found: str = "" if own is None else own(number, options.get("use_image_id"))
+        return found
 
     def placeholder_of(self, kind: str) -> str:
         return self.placeholder if kind == IMAGE else self.videos.placeholder
@@ -151,6 +173,9 @@ class PictureProcessor:
             found, texts = makes([picture], **merged)
         unused = {*self._theirs.unused_input_names, *_NOT_FOR_TOWERS}
         inputs = {name: _tensor(value) for name, value in found.items() if name not in unused}
+        if self.indicators:
+            ids = np.array(self.ids(texts[0]))
+            inputs[TOKENS] = torch.from_numpy(ids[np.isin(ids, (self.token_id, *self.indicators))])
         return Processed({name: value for name, value in inputs.items() if value.numel()}, texts[0])
 
     def options_of(self, kind: str) -> frozenset[str]:
@@ -183,7 +208,7 @@ def _build(folder: Path, family: str, settings: Mapping[str, JsonObject], tokeni
     if theirs is None:
         raise UnsupportedModelError(f"transformers has no processor for images of model_type {show(family)}.")
     try:
-        own = {"image_processor": _image_processor(folder), "tokenizer": tokenizer}
+        own = {"image_processor": _image_processor(folder, family), "tokenizer": tokenizer}
         parts = {name: own.get(name) for name in theirs.get_attributes()}
         arguments = {key: value for key, value in settings[FILES[0]].items() if key not in _NO_ARGUMENTS}
         module = sys.modules[theirs.__module__]
@@ -196,10 +221,12 @@ def _build(folder: Path, family: str, settings: Mapping[str, JsonObject], tokeni
         ) from error
 
 
-def _image_processor(folder: Path) -> Theirs:
+def _image_processor(folder: Path, family: str) -> Theirs:
     """Of Pillow and NumPy; some families have one of torchvision alone."""
     from transformers import AutoImageProcessor
 
+    if family == "llama4":
+        return llama4_image_processor().from_pretrained(str(folder), local_files_only=True)
     try:
         return AutoImageProcessor.from_pretrained(
             str(folder), backend="pil", local_files_only=True, trust_remote_code=False
@@ -211,60 +238,10 @@ def _image_processor(folder: Path) -> Theirs:
 
 
 def _class_of(name: str, theirs: Callable[[str], Theirs]) -> Theirs:
-    if name == "Idefics2Processor":
-        return idefics2_processor(theirs(name))
-    return pixtral_processor() if name == "PixtralProcessor" else theirs(name)
-
-
-def idefics2_processor(theirs: Theirs) -> type:
-    """transformers' Idefics2Processor, which writes the text of all pictures of a prompt at once."""
-
-    class Idefics2Processor(theirs):
-        def replace_image_token(self, image_inputs: Theirs, image_idx: int, **_: object) -> str:
-            one = f"{self.fake_image_token}{self.image_token * self.image_seq_len}{self.fake_image_token}"
-            return self.joined(one * image_inputs["pixel_values"].shape[1])
-
-        def joined(self, text: str) -> str:
-            """One token, not two, between pictures; a word behind one begins with a space."""
-            mark = str(self.fake_image_token)
-            return re.sub(rf"{re.escape(mark)}(?=[^\s<])", f"{mark} ", text.replace(mark * 2, mark))
-
-    return Idefics2Processor
-
-
-def pixtral_processor() -> type:
-    """In the place of transformers' PixtralProcessor, whose module imports torchvision.
-
-    A picture is its rows of tokens, each with a token that breaks it, the last with one that ends the picture.
-    """
-    from transformers import ProcessorMixin
-
-    class PixtralProcessor(ProcessorMixin):
-        def __init__(
-            self,
-            image_processor: Theirs = None,
-            tokenizer: Theirs = None,
-            patch_size: int = 16,
-            spatial_merge_size: int = 1,
-            chat_template: str | None = None,
-            image_token: str = "[IMG]",
-            image_break_token: str = "[IMG_BREAK]",
-            image_end_token: str = "[IMG_END]",
-            **_: object,
-        ) -> None:
-            super().__init__(image_processor, tokenizer, chat_template=chat_template)
-            self.patch = patch_size * spatial_merge_size
-            self.image_token, self.breaks, self.ends = image_token, image_break_token, image_end_token
-            self.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
-
-        def _process_images(self, images: Theirs, **merged: Theirs) -> tuple[Theirs, list[str]]:
-            return super()._process_images(images, **{**merged, "patch_size": self.patch})
-
-        def replace_image_token(self, image_inputs: Theirs, image_idx: int, **_: object) -> str:
-            height, width = (int(size) // self.patch for size in image_inputs["image_sizes"][image_idx])
-            return (self.image_token * width + self.breaks) * (height - 1) + self.image_token * width + self.ends
-
-    return PixtralProcessor
+    if name == "PixtralProcessor":
+        return pixtral_processor()
+    own = {"Idefics2Processor": idefics2_processor, "MiniCPMV4_6Processor": minicpm_processor}.get(name)
+    return theirs(name) if own is None else own(theirs(name))
 
 
 def _text(name: object) -> str:

@@ -27,6 +27,7 @@ from llm.layers.vision import Conv2dLayer, Conv3dLayer
 from llm.models.transformers_backend.model import WeightNames
 from llm.models.transformers_backend.skeleton import Theirs, check_counts, compute_buffers, refusing, without_warnings
 from llm.models.vision import attention
+from llm.models.vision.inputs import TOKENS
 from llm.quantization.base import QuantizationConfig
 
 # Where transformers' models have their language model, from the model or from its `model`.
@@ -148,9 +149,25 @@ class VisionTower(Patchable):
         given = {name: value.float() if value.is_floating_point() else value for name, value in given.items()}
         with attention.computing(self._ops):
             found = compute(**given, **self._defaults(takes), return_dict=True)
-        rows = _rows(getattr(found, "pooler_output", found))
+        rows = self._rows_of(found, inputs.get(TOKENS))
         deep = getattr(found, "deepstack_features", None) or ()
         return Features(rows, tuple(map(_rows, deep)))
+
+    def _rows_of(self, found: Theirs, token_ids: torch.Tensor | None) -> torch.Tensor:
+        model = self._theirs[0]
+        pooled = getattr(found, "pooler_output", found)
+        if pooled is None:  # Llama 4's, which it projects where its language model is called
+            hidden = found.last_hidden_state
+            return _rows(model.multi_modal_projector(hidden.reshape(-1, hidden.shape[-1])))
+        rows = _rows(pooled)
+        if token_ids is None:
+            return rows
+        indicators = torch.tensor(model.config.visual_indicator_token_ids)[:, None] == token_ids
+        is_indicator = indicators.any(0)
+        features = rows.new_empty(len(token_ids), rows.shape[-1])
+        features[~is_indicator] = rows
+        features[is_indicator] = _rows(found.visual_indicator_features)[indicators[:, is_indicator].int().argmax(0)]
+        return features
 
     def _defaults(self, takes: Collection[str]) -> dict[str, Theirs]:
         """Arguments that the models' forward takes from config.json where it is not given them."""
@@ -204,6 +221,8 @@ def _skeleton(raw: JsonObject) -> Theirs:
         except ValueError:  # it has none of PyTorch's fused attention
             model = make(attn_implementation="eager")
     model.eval().requires_grad_(False)
+    if getattr(config.vision_config, "tokenize_function", "") == "gumbel_argmax":
+        raise UnsupportedModelError("its vision tower draws features at random: tokenize_function is 'gumbel_argmax'.")
     if not hasattr(model, "get_image_features") and not hasattr(_base(model), "get_image_features"):
         raise UnsupportedModelError(f"{type(model).__name__} of transformers has no get_image_features.")
     return model
@@ -235,10 +254,20 @@ def _take_out_language_model(model: Theirs) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _linear(
-    theirs: nn.Linear, name: str, dtype: torch.dtype, quant_config: QuantizationConfig | None
-) -> ReplicatedLinear:
-    return ReplicatedLinear(
+class TowerLinear(ReplicatedLinear):
+    """With the names by which transformers' modules ask for sizes."""
+
+    @property
+    def in_features(self) -> int:
+        return self.input_size
+
+    @property
+    def out_features(self) -> int:
+        return self.output_size
+
+
+def _linear(theirs: nn.Linear, name: str, dtype: torch.dtype, quant_config: QuantizationConfig | None) -> TowerLinear:
+    return TowerLinear(
         theirs.in_features,
         theirs.out_features,
         theirs.bias is not None,

@@ -22,6 +22,7 @@ from llm.base.types import JsonObject
 from llm.errors import UnsupportedModelError
 from llm.models.transformers_backend.skeleton import Theirs
 from llm.models.vision.inputs import Processed, Timing, check_options, processing
+from llm.models.vision.pixels import resized
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,8 +39,6 @@ _ALL = {
     "resample": 3,
 }
 _PATCHES = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "cap_pixels_per_frame": None}
-# Pillow's numbers of filters, as they are in preprocessor_config.json -> PyTorch's names.
-_FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 _MOST_OF_SMOLVLM = 4096
 
 
@@ -190,7 +189,7 @@ class VideoProcessor:
         pixels = frames.permute(0, 3, 1, 2).contiguous()
         if settings["do_resize"]:
             for size in self._sizes(len(pixels), pixels.shape[2], pixels.shape[3], settings):
-                pixels = _resized(pixels, size, int(settings["resample"]))
+                pixels = resized(pixels, size, int(settings["resample"]))
         if settings["do_center_crop"]:
             pixels = _cropped(pixels, settings["crop_size"]["height"], settings["crop_size"]["width"])
         factor = settings["rescale_factor"]
@@ -272,16 +271,6 @@ def _metadata(timing: Timing) -> Theirs:
         duration=timing.duration,
         frames_indices=list(timing.indices),
     )
-
-
-def _resized(pixels: torch.Tensor, size: tuple[int, int], resample: int) -> torch.Tensor:
-    """uint8 [frames, 3, H, W] -> [frames, 3, *size]."""
-    if tuple(pixels.shape[-2:]) == size:
-        return pixels
-    mode = _FILTERS[resample]
-    if mode == "nearest":
-        return F.interpolate(pixels, size, mode="nearest")
-    return F.interpolate(pixels, size, mode=mode, align_corners=False, antialias=True)
 
 
 def _cropped(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
