@@ -183,12 +183,7 @@ def _prepare_quantization(
     with times.phase("calibrate"):
         texts: Sequence[str] | Sequence[Sequence[int]] = config.calibration
         if config.own_texts:
-            import os
-
-            w = os.environ.get("WRITER", "w8a8")
-            writer = replace(
-                plain, quantization=None if w == "none" else w, max_num_seqs=_WRITTEN_AT_ONCE, kv_cache_dtype="bfloat16"
-            )
+            writer = replace(plain, quantization="w8a8", max_num_seqs=_WRITTEN_AT_ONCE, kv_cache_dtype="bfloat16")
             texts = own_texts(lambda: build_engine(writer).engine, model.source, model.architecture.vocab_size)
         config.statistics, how = calibrate(
             lambda: build_engine(plain).engine,
