@@ -152,6 +152,8 @@ class LLM:
         tensor_parallel_size: how many processes of this machine share the model, "ranks": each has its part of the
             weights and of the KV cache, and `num_threads` threads, by default an equal share of them. Answers have the
             bits of one process.
+        distributed_executor_backend: "ray": replicas, with their ranks, are on the machines of a Ray cluster, each on
+            one that has room for them; None, "uni", "mp": on this machine.
         offload_weights: weights that memory has no room for are kept in a file and read when they are used, which is
             slow; None: if they do not fit; True: all of them; False: refuse what does not fit.
             The file is in LLM_OFFLOAD_FOLDER, by default in the cache folder. `llm.config` says what is where.
@@ -235,6 +237,7 @@ class LLM:
         data_parallel_size: int = 1,
         devices: object = None,
         tensor_parallel_size: int = 1,
+        distributed_executor_backend: str | None = None,
         offload_weights: bool | None = None,
         device: str = "auto",
         compilation_config: object = None,

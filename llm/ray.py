@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +31,7 @@ from llm.jobs.worker import PieceRows, RowWorker, plain_row
 from llm.llm import EMBEDDED_MODEL, LLM
 from llm.platforms import select_platform
 from llm.sampling_params import SamplingParams
+from llm.workers.on_ray import RayMachines, connected_ray
 
 # Ray keeps 0.3 of the memory for its object store.
 _MEMORY_OF_WORKERS = 0.6
@@ -157,9 +157,10 @@ class Processor:
         self._postprocess = postprocess
 
     def __call__(self, dataset: Dataset) -> Dataset:
-        config, ray = self.config, optional_package("ray", "ray")
+        config, ray = self.config, connected_ray()
         optional_package("ray.data", "ray")
-        cpus, here = _cpus_of_smallest_machine(ray, config.concurrency)
+        machines = RayMachines(ray)
+        cpus, here = machines.cpus, machines.most_of(config.concurrency)
         options: JsonObject = {} if config.runtime_env is None else {"runtime_env": dict(config.runtime_env)}
         arguments = {
             "share": 1.0 / here,
@@ -205,15 +206,6 @@ def _merged(row: JsonObject, own: Preprocess) -> JsonObject:
 
 def _unless_error(row: JsonObject, own: Preprocess) -> JsonObject:
     return row if row.get(_ERROR) is not None else {**own(row), _ERROR: None}
-
-
-def _cpus_of_smallest_machine(ray: ModuleType, workers: int) -> tuple[int, int]:
-    """(its processors, the most workers that are on one machine)."""
-    if not ray.is_initialized():
-        ray.init()
-    machines = [machine["Resources"].get("CPU", 0) for machine in ray.nodes() if machine["Alive"]]
-    usable = [int(cpus) for cpus in machines if cpus >= 1] or [1]
-    return min(usable), -(-workers // len(usable))
 
 
 def _assigned_cpus() -> float:

@@ -86,10 +86,14 @@ ALLOWED = {
         "text/chat_template.py",
         "subprocess",
     ): "chat templates that are more than plain; an interpreter of its own, isolated",
+    (
+        "workers/on_ray.py",
+        "subprocess",
+    ): "the class of the error that `wait` raises; the actor's process is process.py's",
     ("workers/process.py", "subprocess"): "workers of `data_parallel_size`, an interpreter each",
     **{
         (f"workers/{name}.py", "socket"): "the socket pair between a worker and its program; nothing listens"
-        for name in ("process", "connection", "served")
+        for name in ("process", "connection", "served", "on_ray")
     },
     ("base/system.py", "socket"): "how a worker gets its end of the pair, on each system",
     ("tools/serve/server.py", "socket"): "the port of `serve`; nothing else listens, and nothing imports it",

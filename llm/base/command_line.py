@@ -62,6 +62,7 @@ ENGINE_FLAGS: Mapping[str, tuple[str, str, str]] = {
     "scheduling_policy": ("text", "NAME", "fcfs or priority"),
     "tensor_parallel_size": ("int", "N", "processes, each with a part of every layer"),
     "data_parallel_size": ("int", "N", "processes, each with the whole model"),
+    "distributed_executor_backend": ("text", "NAME", "ray: on the machines of a Ray cluster"),
     "num_threads": ("int", "N", "threads to compute with"),
     "device": ("text", "NAME", "cpu, cuda, ...; auto: the best there is"),
     "seed": ("int", "N", "of requests that have none"),

@@ -281,7 +281,8 @@ def verify(llm: LLM, texts: Sequence[str], against: str | Path | None) -> Verifi
 def _open_another(llm: LLM, args: LLMArgs) -> LLM:
     """It begins without a prompt cache, which is this model's, and is in this process."""
     given: JsonObject = {item.name: getattr(args, item.name) for item in fields(args)}
-    return type(llm)(**given | {"prefix_cache": None, "data_parallel_size": 1, "devices": None})
+    here = {"data_parallel_size": 1, "devices": None, "distributed_executor_backend": None}
+    return type(llm)(**given | here | {"prefix_cache": None})
 
 
 def compare(

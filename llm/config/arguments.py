@@ -283,10 +283,7 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         data_parallel_size_local=(None, 1),
     ),
     _refused("devices have names; choose one with device, or one for each replica with devices.", device_ids=None),
-    _refused(
-        "ranks and replicas are processes of one machine; leave it out, and build the LLM inside the worker: llm.ray.",
-        distributed_executor_backend=(None, "uni", "mp"),
-    ),
+    _honoured("distributed_executor_backend"),
     _refused(
         "workers are this package's own; add models with register_model and devices with a platform plugin.",
         worker_cls="auto",

@@ -337,6 +337,7 @@ class LLMArgs:
     data_parallel_size: int = 1
     devices: object = None  # read by `llm.replicas.placement`
     tensor_parallel_size: int = 1
+    distributed_executor_backend: str | None = None  # read by `llm.replicas.placement`
     offload_weights: bool | None = None
     logits_processors: object = None  # loaded by `llm.sampling.logits_processors.pipeline`
     reasoning_config: object = None  # read by `ReasoningConfig.of`

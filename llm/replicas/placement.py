@@ -12,10 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from llm.base import system
-from llm.base.checks import check_integer, refuse
+from llm.base.checks import check_choice, check_integer, refuse
 from llm.config.engine import LLMArgs
 from llm.platforms import select_platform
+from llm.workers.on_ray import RayMachines, connected_ray
 
+_EXECUTORS = ("uni", "mp", "ray")
 _RIGHT = "'all', or a list of devices as 'cuda:0' or of sets of processors as {0, 1}, one for each replica"
 
 
@@ -26,14 +28,27 @@ class Placement:
     Attributes:
         device: as `LLM(device=)` takes it.
         cores: the processors that it may run on; None: all.
-        threads: that compute; None: as `num_threads` says.
+        threads: of each of its ranks, that compute; None: as `num_threads` says.
+        ranks: processes that share the model.
+        is_on_ray: on a machine of Ray's cluster, which has a bundle for each rank.
     """
 
     device: str
     cores: tuple[int, ...] | None = None
     threads: int | None = None
+    ranks: int = 1
+    is_on_ray: bool = False
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """Of Ray's placement group."""
+        return [{"CPU": self.threads or 1} if self.device == "cpu" else {"CPU": 1, "GPU": 1}] * self.ranks
 
     def __str__(self) -> str:
+        ranks = "" if self.ranks == 1 else f", {self.ranks} ranks"
+        return f"{self._where()}{ranks}" + (" by Ray" if self.is_on_ray else "")
+
+    def _where(self) -> str:
         if self.cores is None:
             return self.device if self.threads is None else f"{self.device}, {self._threads()}"
         return f"{self.device}, processors {shown(self.cores)}, {self._threads()}"
@@ -53,6 +68,10 @@ def placements(args: LLMArgs, root: Path = Path("/")) -> list[Placement]:
     """
     size, devices = args.data_parallel_size, args.devices
     check_integer("data_parallel_size", size, 1)
+    if args.distributed_executor_backend is not None:
+        check_choice("distributed_executor_backend", args.distributed_executor_backend, _EXECUTORS)
+    if args.distributed_executor_backend == "ray":
+        return _on_ray(args, size)
     if devices is None:
         return [] if size == 1 else _shared_out(args, size)
     if devices == "all":
@@ -64,6 +83,21 @@ def placements(args: LLMArgs, root: Path = Path("/")) -> list[Placement]:
     if size not in (1, len(found)):
         refuse("data_parallel_size", size, f"left out, or {len(found)}, the number of devices")
     return found if len(found) > 1 or devices != "all" else []
+
+
+def _on_ray(args: LLMArgs, size: int) -> list[Placement]:
+    """Replicas on a cluster's machines; their threads are by default the processors of the smallest, shared out."""
+    if args.devices is not None:
+        refuse("devices", args.devices, "left out with distributed_executor_backend='ray': Ray chooses them")
+    name, ranks = _accelerators(args)[0], args.tensor_parallel_size
+    machines = RayMachines(connected_ray())
+    if name:
+        places = [Placement(f"{name}:0", None, args.num_threads, ranks, is_on_ray=True)] * size
+    else:
+        threads = args.num_threads or max(1, machines.cpus // machines.most_of(size) // ranks)
+        places = [Placement("cpu", None, threads, ranks, is_on_ray=True)] * size
+    machines.check_room(places[0].bundles, "distributed_executor_backend")
+    return places
 
 
 def _all(args: LLMArgs, root: Path) -> list[Placement]:
@@ -82,7 +116,7 @@ def _shared_out(args: LLMArgs, size: int) -> list[Placement]:
         return [Placement(f"{name}:{index}") for index in range(size)]
     cores = sorted(system.cores())
     if size > len(cores):  # threads of several replicas take turns on a processor
-        return [Placement("cpu", None, args.num_threads or 1)] * size
+        return [Placement("cpu", None, args.num_threads or 1, args.tensor_parallel_size)] * size
     bounds = [round(index * len(cores) / size) for index in range(size + 1)]
     return [_on_cores(args, cores[start:end]) for start, end in pairwise(bounds)]
 
@@ -90,7 +124,8 @@ def _shared_out(args: LLMArgs, size: int) -> list[Placement]:
 def _named(args: LLMArgs, item: object) -> Placement:
     if isinstance(item, str):
         platform, _ = select_platform(item)
-        return Placement(item, None, args.num_threads if platform.name == "cpu" else None)
+        threads = args.num_threads if platform.name == "cpu" else None
+        return Placement(item, None, threads, args.tensor_parallel_size)
     if not isinstance(item, Iterable):
         refuse("devices", item, _RIGHT)
     cores = sorted(item)
@@ -101,7 +136,9 @@ def _named(args: LLMArgs, item: object) -> Placement:
 
 
 def _on_cores(args: LLMArgs, cores: Sequence[int]) -> Placement:
-    return Placement("cpu", tuple(cores), min(args.num_threads or len(cores), len(cores)))
+    ranks = args.tensor_parallel_size
+    threads = args.num_threads or max(1, len(cores) // ranks)
+    return Placement("cpu", tuple(cores), min(threads, len(cores)), ranks)
 
 
 def _accelerators(args: LLMArgs) -> tuple[str, int]:

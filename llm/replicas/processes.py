@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
 
@@ -14,6 +15,7 @@ from llm.errors import LLMError, WorkerDiedError
 from llm.replicas.placement import Placement
 from llm.replicas.schema import SCHEMA, MethodCall, MethodResult, ReplicaArgs, ReplicaLoaded
 from llm.workers.messages import Message
+from llm.workers.on_ray import RayProcess
 from llm.workers.process import Inbox, WorkerProcess
 
 ROLE = "llm.replicas.worker"
@@ -87,16 +89,23 @@ class Replicas:
     def _start(self, seat: _Seat) -> tuple[int, WorkerProcess]:
         number, self._next = self._next, self._next + 1
         # One OpenMP team a replica: the number of threads is set before PyTorch is loaded.
-        environment = {} if seat.place.threads is None else {"OMP_NUM_THREADS": str(seat.place.threads)}
+        place, environment = seat.place, {}
+        if place.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(place.threads)
+        start = None
+        if place.is_on_ray:
+            environment |= {name: value for name, value in os.environ.items() if name.startswith("LLM_")}
+            start = partial(RayProcess, ROLE, number, place.bundles, environment)
         worker = WorkerProcess(
             ROLE,
             number,
             SCHEMA,
-            cores=seat.place.cores,
+            cores=place.cores,
             environment=environment,
             name="replica",
             inbox=self.inbox,
             files=() if seat.args.shared_weights is None else (seat.args.shared_weights,),
+            start=start,
         )
         self._seats[number] = seat
         self._sent[number] = monotonic()

@@ -24,6 +24,7 @@ from llm.replicas.processes import WAIT_SECONDS, Replicas
 from llm.replicas.runner import importable_name
 from llm.replicas.schema import SCHEMA, ReplicaArgs, ReplicaLoaded
 from llm.text.tokenizer import Tokenizer
+from llm.workers.on_ray import RayMachines, connected_ray
 
 # Reasons that are known only where the model is loaded.
 _FOUND = ("invariant", "quantization", "resident_weight_bytes", "speculative_config")
@@ -41,13 +42,17 @@ def check_replicated(args: LLMArgs) -> None:
 
 
 def memory_of_one(platform: Platform, places: Sequence[Placement], free: int, weights: int) -> int:
-    """Bytes that a replica plans with, of so many that are free: replicas on accelerators have a memory each.
+    """Bytes that a replica plans with, of so many that are free here: replicas on accelerators have a memory each, and
+    those of Ray that of their machines.
 
     Args:
         weights: bytes of the weights, which those that share them have once.
     """
     if platform.device_type != "cpu":
         return free
+    if places[0].is_on_ray:
+        machines = RayMachines(connected_ray())
+        return machines.memory // machines.most_of(len(places))
     nodes = shared_by(platform, places)
     return weights + (free - weights * len(set(nodes))) // len(places) if nodes else free // len(places)
 
@@ -56,8 +61,10 @@ def shared_by(platform: Platform, places: Sequence[Placement]) -> list[int]:
     """A number for each place: those that have the same share their weights. []: none do.
 
     Replicas on different NUMA nodes do not: one would read its weights from another's memory. Weights that no kernel
-    packs are not shared.
+    packs are not shared, nor those of replicas with ranks, which have parts of them, or of Ray.
     """
+    if any(place.is_on_ray or place.ranks > 1 for place in places):
+        return []
     if platform.device_type != "cpu" or not system.has_unnamed_files() or not backend_for(platform).computes("pack"):
         return []
     return [node_of(place) for place in places]
@@ -131,6 +138,7 @@ def _args_of(args: LLMArgs, plan: RunnerPlan, place: Placement) -> LLMArgs:
         use_tqdm_on_load=False,
         data_parallel_size=1,
         devices=None,
+        distributed_executor_backend=None,
     )
     for item in fields(decided):
         value = getattr(decided, item.name)

@@ -12,6 +12,7 @@ from llm.engine.request import without_frames
 from llm.engine.scheduler import scheduler_maker
 from llm.engine.stats import EngineStats
 from llm.engine.step import RunnerOutput, SchedulerOutput
+from llm.errors import RankError, WorkerDiedError
 from llm.replicas.schema import SCHEMA as SCHEMA
 from llm.replicas.schema import (
     EndedRow,
@@ -127,7 +128,7 @@ class _Replica:
     def step(self) -> None:
         try:
             self.engine.step()
-        except EOFError:
+        except (EOFError, RankError, WorkerDiedError):  # a replica without one of its ranks is as good as dead
             raise
         except Exception as error:  # the engine has dropped every request
             self.fail(error)

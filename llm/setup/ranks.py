@@ -69,9 +69,6 @@ def check_ranks(args: LLMArgs, platform: Platform) -> None:
     if not system.deletes_open_files():
         refuse("tensor_parallel_size", args.tensor_parallel_size, "1 on Windows; data_parallel_size works there")
     communicator_cls(platform)
-    if args.data_parallel_size > 1 or args.devices is not None:
-        right = "1 with data_parallel_size or devices: replicas have one process each"
-        refuse("tensor_parallel_size", args.tensor_parallel_size, right)
     if platform.get_model_runner_cls() != Platform().get_model_runner_cls():
         why = f"1 on {platform.name}, whose model runner is its own"
         refuse("tensor_parallel_size", args.tensor_parallel_size, why)

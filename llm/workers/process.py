@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, Protocol
 
 from llm.base import system
 from llm.base.locks import tell_of_forks
@@ -43,6 +43,74 @@ _LINES = 20  # of its output, kept for the error when it dies
 Inbox = SimpleQueue[tuple[int, Message | None]]
 
 
+class StartedProcess(Protocol):
+    """What a `WorkerProcess` asks of a `subprocess.Popen`, and how it ended."""
+
+    pid: int
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+    def ending(self) -> str:
+        """How it ended, which it has."""
+        ...
+
+
+class Interpreter(subprocess.Popen[bytes]):
+    """A worker on this machine."""
+
+    def ending(self) -> str:
+        return exit_of(self.returncode)
+
+
+def exit_of(status: int) -> str:
+    """How a process with this status ended."""
+    if status >= 0:
+        return f"it ended with exit status {status}"
+    name = signal.Signals(-status).name
+    return f"it was ended by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+
+
+def start_interpreter(
+    end: socket.socket,
+    role: str,
+    number: int,
+    environment: Mapping[str, str],
+    *,
+    cores: Iterable[int] | None = None,
+    folder: str = "",
+    files: Sequence[int] = (),
+) -> Interpreter:
+    """Start a worker on this machine, which takes over its end of a socket pair; raises OSError."""
+    arguments = {
+        "role": role,
+        "number": number,
+        "cores": None if cores is None else sorted(cores),
+        "path": system.search_path(),
+        "folder": folder,
+    }
+    process = Interpreter(
+        # As a file: `-m` would search the working folder first, whatever modules are in it.
+        [sys.executable, str(Path(__file__).with_name("start.py")), json.dumps(arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=dict(environment),
+        pass_fds=[*system.inherited_fds(end), *files],
+        # Ctrl-C in the terminal is for this process, which tells its workers.
+        start_new_session=True,
+        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # Windows' own
+    )
+    if process.stdin is None:
+        raise RuntimeError("a worker was started without pipes")
+    with contextlib.suppress(BrokenPipeError):  # it has died, which the end of its socket tells
+        os.write(process.stdin.fileno(), system.export_socket(end, process.pid).hex().encode() + b"\n")
+    return process
+
+
 class WorkerProcess:
     """A running worker.
 
@@ -56,6 +124,8 @@ class WorkerProcess:
         inbox: gets its messages, for who waits for several workers; None: `receive` gives them.
         folder: of this program, which the worker deletes if the program is gone; "": none.
         files: descriptors that it has too, under the same numbers.
+        start: starts it elsewhere, with its end of the socket pair; None: it is an interpreter on this machine, with
+            `cores`, `environment`, `folder` and `files`.
 
     Raises:
         LLMError: the system starts no process.
@@ -73,46 +143,27 @@ class WorkerProcess:
         inbox: Inbox | None = None,
         folder: str = "",
         files: Sequence[int] = (),
+        start: Callable[[socket.socket], StartedProcess] | None = None,
     ) -> None:
         self.number = number
         self.name = f"{name} {number}"
         self.seconds = env.get_seconds("LLM_WORKER_TIMEOUT", 300.0)
         here, there = socket.socketpair()
-        with there:
-            command = [
-                sys.executable,
-                # As a file: `-m` would search the working folder first, whatever modules are in it.
-                str(Path(__file__).with_name("start.py")),
-                json.dumps(
-                    {
-                        "role": role,
-                        "number": number,
-                        "cores": None if cores is None else sorted(cores),
-                        "path": system.search_path(),
-                        "folder": folder,
-                    }
-                ),
-            ]
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **(environment or {})},
-                    pass_fds=[*system.inherited_fds(there), *files],
-                    # Ctrl-C in the terminal is for this process, which tells its workers.
-                    start_new_session=True,
-                    creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # Windows' own
-                )
-            except OSError as error:
-                here.close()
-                raise LLMError(f"{self.name} cannot be started: {error}.") from error
-            given, output = self._process.stdin, self._process.stdout
-            if given is None or output is None:
-                raise RuntimeError("a worker was started without pipes")
-            with contextlib.suppress(BrokenPipeError):  # it has died, which the end of its socket tells
-                os.write(given.fileno(), system.export_socket(there, self._process.pid).hex().encode() + b"\n")
+        try:
+            with there:
+                if start is None:
+                    settings = {**os.environ, **(environment or {})}
+                    self._process: StartedProcess = start_interpreter(
+                        there, role, number, settings, cores=cores, folder=folder, files=files
+                    )
+                else:
+                    self._process = start(there)
+        except OSError as error:
+            here.close()
+            raise LLMError(f"{self.name} cannot be started: {error}.") from error
+        given, output = self._process.stdin, self._process.stdout
+        if given is None or output is None:
+            raise RuntimeError("a worker was started without pipes")
         self._schema = schema
         self._wanted = _Wanted(given, here)
         self._connection = connection = Connection(here, schema)
@@ -232,25 +283,19 @@ class WorkerProcess:
         if hung:
             self._process.kill()
         try:
-            status = self._process.wait(_END_SECONDS)
+            self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            status = self._process.wait()
+            self._process.wait()
         self.close()
         if trace:
-            said = f"{self.name} failed:\n{trace.rstrip()}"
+            is_sentence = len(trace.splitlines()) == 1
+            said = f"{self.name} failed:" + (" " if is_sentence else "\n") + trace.rstrip()
         else:
             last = "".join(f"\n  {line}" for line in self._lines)
-            said = f"{self.name} died: {hung or _ended(status)}" + (f"; its last lines:{last}" if last else ".")
+            said = f"{self.name} died: {hung or self._process.ending()}" + (f"; its last lines:{last}" if last else ".")
         self._died = WorkerDiedError(said, self.number)
         return self._died
-
-
-def _ended(status: int) -> str:
-    if status >= 0:
-        return f"it ended with exit status {status}"
-    name = signal.Signals(-status).name
-    return f"it was ended by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
 
 
 def _forward(output: IO[bytes], name: str, lines: deque[str]) -> None:
@@ -295,7 +340,7 @@ class _Wanted(NamedTuple):
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
-def _end(process: subprocess.Popen[bytes], wanted: _Wanted, outgoing: SimpleQueue[bytes | None], owner: int) -> None:
+def _end(process: StartedProcess, wanted: _Wanted, outgoing: SimpleQueue[bytes | None], owner: int) -> None:
     """The worker ends when it is no longer wanted; one that cannot is killed."""
     outgoing.put(None)
     if os.getpid() != owner:

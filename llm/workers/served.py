@@ -13,6 +13,7 @@ from collections.abc import Callable
 from io import FileIO
 
 from llm.base import system
+from llm.errors import RankError, WorkerDiedError
 from llm.workers.connection import BEAT, Connection
 from llm.workers.messages import Message, Schema
 from llm.workers.process import FAILED
@@ -98,6 +99,9 @@ def serve_role(role: str, number: int, folder: str) -> None:
         serve(connection, number)
     except EOFError:
         _delete(folder)  # the program is gone, or has closed its end
+    except (WorkerDiedError, RankError) as error:  # of processes that this one started; the words say all
+        connection.send(FAILED, str(error))
+        raise SystemExit(1) from None
     except BaseException:
         connection.send(FAILED, traceback.format_exc())
         raise SystemExit(1) from None

@@ -107,7 +107,7 @@ VLLM_DEFAULTS: list[tuple[Any, str]] = [
     (None, "lora_target_modules"),
     (None, "diffusion_config watermark_config spec_method spec_model spec_tokens"),
     (None, "default_mm_loras io_processor_plugin scheduler_cls data_parallel_rank data_parallel_start_rank"),
-    (None, "data_parallel_size_local device_ids distributed_executor_backend kv_transfer_config kv_events_config"),
+    (None, "data_parallel_size_local device_ids kv_transfer_config kv_events_config"),
     (None, "ec_transfer_config weight_transfer_config otlp_traces_endpoint collect_detailed_traces mamba_config"),
     (None, "attention_config aux_output_config structured_outputs_config"),
 ]
@@ -184,7 +184,6 @@ def test_accepted_arguments_leave_their_notes() -> None:
         ("pipeline_parallel_size", 2),
         ("default_mm_loras", {"image": "/adapter"}),
         ("spec_method", "ngram"),
-        ("distributed_executor_backend", "ray"),
         ("cpu_offload_gb", 4.0),
         ("hf_token", False),
     ],
