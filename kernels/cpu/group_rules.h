@@ -1,17 +1,121 @@
 // How sixteen groups side by side are quantized: a rule for each form with groups.
 //
 // A rule gives codes, scales and minima of a tile, and the values that they stand for. The formulas, roundings and
-// orders of sums are those of kernels/reference/quantize_weight.py and quantize_forms.py. Tiles and rules are passed by
-// value: what is behind a reference is read again after each code that is kept.
+// orders of sums are those of kernels/reference/quantize_weight.py. Tiles and rules are passed by value: what is behind
+// a reference is read again after each code that is kept.
 #pragma once
 
 #include <initializer_list>
 #include <limits>
 
-#include "group_tile.h"
+#include "integers.h"
+#include "transpose.h"
+#include "vector_math.h"
 
 namespace llm {
 namespace {
+
+// Sixteen groups of a weight side by side: lane g of vector i is element i of group g. Each group has a scale of its
+// own, so every step of quantizing is one for each lane: no sum or maximum across lanes.
+
+// Floats of a buffer for a tile: whole blocks of 16 x 16, which are transposed.
+constexpr int64_t tile_floats(int64_t size) { return ceil_div(size, LANES) * LANES * LANES; }
+
+struct GroupTile {
+    float* x;  // [size][16]
+    int64_t size;
+
+    LLM_INLINE F32 operator[](int64_t i) const { return load(x + i * LANES); }
+
+    // From `count` groups that follow each other; the other lanes are 0.
+    template <class T> void read(const T* src, int64_t count) const {
+        alignas(64) float tile[LANES * LANES] = {};
+        for (int64_t i = 0; i < size; i += LANES) {
+            for (int64_t lane = 0; lane < count; ++lane) {
+                const T* from = src + lane * size + i;
+                store(tile + lane * LANES, i + LANES <= size ? load(from) : load_part(from, size - i));
+            }
+            transpose_tile(tile, x + i * LANES, LANES);
+        }
+    }
+    // |x| of each group's largest; compared as integers, NaN > infinity > every number.
+    LLM_INLINE F32 largest() const {
+        const I32 mask = set1_i(0x7fffffff);
+        I32 found = set1_i(0);
+        for (int64_t i = 0; i < size; ++i) found = max_i(found, and_i(as_int((*this)[i]), mask));
+        return as_float(found);
+    }
+};
+
+// codes [size][16] -> q, `count` groups that follow each other.
+inline void write_codes(const float* codes, int8_t* q, int64_t size, int64_t count) {
+    alignas(64) float tile[LANES * LANES];
+    for (int64_t i = 0; i < size; i += LANES) {
+        transpose_tile(codes + i * LANES, tile, LANES);
+        for (int64_t lane = 0; lane < count; ++lane) {
+            alignas(16) int8_t bytes[LANES];
+            int8_t* to = q + lane * size + i;
+            const bool whole = i + LANES <= size;
+            store_int8(whole ? to : bytes, to_int(load(tile + lane * LANES)));
+            if (!whole) std::memcpy(to, bytes, size - i);
+        }
+    }
+}
+
+// The sum of value(place), value(place + 32) and so on over `stripes` of them: runs of 16 are summed by themselves, and
+// runs of 16 such sums again.
+template <class Value> LLM_INLINE F32 sum_stripes(int64_t stripes, int64_t place, const Value& value) {
+    constexpr int64_t levels = 4, run = 16;
+    const auto sum_of = [&](int64_t from, int64_t end) {
+        F32 sum = zero();
+        for (int64_t i = from * 32 + place; i < end * 32; i += 32) sum = sum + value(i);
+        return sum;
+    };
+    if (stripes < run) return sum_of(0, stripes);
+    F32 sums[levels] = {zero(), zero(), zero(), zero()};
+    int64_t done = run;
+    for (; done <= stripes; done += run) {
+        sums[0] = sum_of(done - run, done);
+        for (int64_t level = 1, size = run; level < levels && done % size == 0; ++level, size *= run)
+            sums[level] = sums[level] + sums[level - 1], sums[level - 1] = zero();
+    }
+    return ((sum_of(done - run, stripes) + sums[1]) + sums[2]) + sums[3];
+}
+
+// The sum over i < size of value(i) for each lane, in the order of `ordered_sum` of
+// kernels/reference/quantize_weight.py. value(i) is called once for each i.
+template <class Value> LLM_INLINE F32 ordered_sum(int64_t size, const Value& value) {
+    F32 total = zero();
+    if (size == 32) {  // most of all groups
+        LLM_UNROLL for (int j = 0; j < 8; ++j)
+            total = total + (((value(j) + value(8 + j)) + value(16 + j)) + value(24 + j));
+        return total;
+    }
+    const int64_t stripes = size / 32, rest = stripes * 32, vectors = (size - rest) / 8;
+    for (int64_t i = rest + vectors * 8; i < size; ++i) total = total + value(i);
+    for (int64_t j = 0; j < 8; ++j) {
+        F32 lane = sum_stripes(stripes, j, value);
+        for (int64_t vector = 0; vector < vectors; ++vector) lane = lane + value(rest + vector * 8 + j);
+        for (int64_t place = 8 + j; place < 32; place += 8) lane = lane + sum_stripes(stripes, place, value);
+        total = total + lane;
+    }
+    return total;
+}
+
+// Each lane rounded to bfloat16, half to even; finite.
+LLM_INLINE F32 round_bf16(F32 x) {
+    const I32 bits = as_int(x), odd = and_i(shift_right<16>(bits), set1_i(1));
+    return as_float(and_i(bits + set1_i(0x7fff) + odd, set1_i(static_cast<int32_t>(0xffff0000))));
+}
+// Each lane rounded to float16.
+inline F32 round_f16(F32 x) {
+    alignas(64) float values[LANES];
+    store(values, x);
+    for (float& value : values) value = widen(narrow<F16>(value));
+    return load(values);
+}
+// 1 / x; 0 where that is 2^100 and more.
+LLM_INLINE F32 inverse(F32 x) { return select_less(set1(0x1p-100f), abs(x), set1(1.0f) / x, zero()); }
 
 // One code for each element of a tile, [size][16].
 struct Codes {
@@ -330,6 +434,97 @@ struct Q4_0 {
         return {stored, zero(), is_finite(abs(stored))};
     }
     LLM_INLINE F32 value(F32 code) const { return code; }
+};
+
+// GGUF's Q4_K for sixteen groups side by side, which are two of its blocks: see `quantize_q4_k` of
+// kernels/reference/quantize_weight.py.
+
+struct Q4_K {
+    // The groups of a block, whose scales and minima are levels of one float16 each.
+    static constexpr int BLOCK = 8;
+    static constexpr float MOST_CODE = 15.0f, MOST_LEVEL = 63.0f, LARGEST = 65504.0f * 63.0f;
+    struct Line { F32 scale, minimum; };  // x ~ code * scale - minimum
+
+    LLM_INLINE Found operator()(GroupTile x, F32 largest, Codes codes) const {
+        const Line line = best_line(x, codes);
+        const F32 unit = unit_of(line.scale), base = unit_of(line.minimum);
+        const Line best = on_levels(x, line, unit, base);
+        const F32 per_scale = inverse(best.scale);
+        for (int64_t i = 0; i < x.size; ++i) codes.keep(i, code((x[i] + best.minimum) * per_scale) - set1(8.0f));
+        return {best.scale, best.minimum, all_at_most(largest, LARGEST) && is_finite(max(unit, base))};
+    }
+    LLM_INLINE F32 value(F32 code) const { return code + set1(8.0f); }
+
+  private:
+    LLM_INLINE F32 code(F32 x) const { return clamp(round_even(x), 0, MOST_CODE); }
+    // Of several ranges for the codes, each refitted to the codes that it gives. `codes` is room.
+    Line best_line(GroupTile x, Codes codes) const {
+        F32 low = zero(), high = zero(), least = set1(std::numeric_limits<float>::infinity());
+        for (int64_t i = 0; i < x.size; ++i) low = min(low, x[i]), high = max(high, x[i]);
+        const F32 total = ordered_sum(x.size, [&](int64_t i) { return x[i]; }), per_span = inverse(high - low);
+        Line best{zero(), zero() - low};
+        for (int step = -10; step <= 10; step += 2) {
+            const F32 factor = set1(static_cast<float>(15 + 0.1 * step)) * per_span;
+            const Line fit = fitted(x, low, factor, total, codes);
+            const F32 error = ordered_sum(x.size, [&](int64_t i) {
+                const F32 rest = (x[i] + fit.minimum) - codes[i] * fit.scale;
+                return rest * rest;
+            });
+            best.scale = select_less(error, least, fit.scale, best.scale);
+            best.minimum = select_less(error, least, fit.minimum, best.minimum);
+            least = select_less(error, least, error, least);
+        }
+        return best;
+    }
+    // Least squares for the codes of (x - low) * factor, which are kept; a negative minimum is 0.
+    LLM_INLINE Line fitted(GroupTile x, F32 low, F32 factor, F32 total, Codes codes) const {
+        F32 ones = zero(), squares = zero();  // exact in any order: sums of whole numbers
+        const F32 products = ordered_sum(x.size, [&](int64_t i) {
+            const F32 integer = code((x[i] - low) * factor);
+            codes.keep(i, integer);
+            ones = ones + integer, squares = fma(integer, integer, squares);
+            return integer * x[i];
+        });
+        const F32 count = set1(static_cast<float>(x.size)), determinant = count * squares - ones * ones;
+        const F32 per = inverse(determinant), minimum = (ones * products - squares * total) * per;
+        const F32 scale = (count * products - ones * total) * per, alone = products * inverse(squares);
+        const auto unless_through_zero = [&](F32 a, F32 b) {
+            return select_less(minimum, zero(), b, select_less(zero(), determinant, a, b));
+        };
+        return {max(unless_through_zero(scale, alone), zero()), unless_through_zero(minimum, zero())};
+    }
+    // The levels near those of `line` with the least error.
+    Line on_levels(GroupTile x, Line line, F32 unit, F32 base) const {
+        const F32 level = round_even(line.scale * inverse(unit)), floor = round_even(line.minimum * inverse(base));
+        F32 least = set1(std::numeric_limits<float>::infinity());
+        Line best{zero(), zero()};
+        for (const float up : {0.0f, -1.0f, 1.0f}) {
+            for (const float down : {0.0f, -1.0f, 1.0f}) {
+                const Line tried{clamp(level + set1(up), 0, MOST_LEVEL) * unit,
+                                 clamp(floor + set1(down), 0, MOST_LEVEL) * base};
+                const F32 per_scale = inverse(tried.scale);
+                const F32 error = ordered_sum(x.size, [=](int64_t i) {
+                    const F32 raised = x[i] + tried.minimum, rest = raised - code(raised * per_scale) * tried.scale;
+                    return rest * rest;
+                });
+                best.scale = select_less(error, least, tried.scale, best.scale);
+                best.minimum = select_less(error, least, tried.minimum, best.minimum);
+                least = select_less(error, least, error, least);
+            }
+        }
+        return best;
+    }
+    // A 63rd of the largest of each block, as a float16.
+    F32 unit_of(F32 x) const {
+        alignas(64) float values[LANES];
+        store(values, x);
+        for (int block = 0; block < LANES; block += BLOCK) {
+            float most = values[block];
+            for (int i = 1; i < BLOCK; ++i) most = values[block + i] > most ? values[block + i] : most;
+            for (int i = 0; i < BLOCK; ++i) values[block + i] = most;
+        }
+        return round_f16(load(values) / set1(MOST_LEVEL));
+    }
 };
 
 }  // namespace

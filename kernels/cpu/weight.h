@@ -19,9 +19,9 @@ LLM_NAMED(Activations)
 //   table         [16] or null
 //   bias          [n] or null
 //   columns       [k] or null: which input w[i, j] is multiplied by, where that is not input j; a permutation
-//   levels        [panels][groups][16] or null; of INT4: W[i, j] = ((w[i, j] + 8) * step - shift) * scale[i],
-//   int4_levels.h rotation      0, or the block of columns that were rotated (rotate.h), as inputs are before they are
-//   multiplied input_scale   of static int8 activations, with input_offset; 0: each batch row has its own scale
+//   levels        [panels][groups][16] or null; of INT4: W[i, j] = ((w[i, j] + 8) * step - shift) * scale[i]
+//   rotation      0, or the block of columns that were rotated (rotate.h), as inputs are before the product
+//   input_scale   of static int8 activations, with input_offset; 0: each batch row has its own scale
 #define LLM_WEIGHT(FIELD)           \
     FIELD(const void*, data)        \
     FIELD(const int32_t*, sums)     \

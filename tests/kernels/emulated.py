@@ -83,7 +83,7 @@ ASSEMBLY: tuple[tuple[str, str, str], ...] = (
         "out = emulated::dpwssd(out, a, b);",
     ),
     (
-        "factors.h",
+        "attention_int8.h",
         'asm volatile("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(out) : "v"(codes), "m"(*pair));',
         "out = emulated::dpwssd(out, codes, *pair);",
     ),
