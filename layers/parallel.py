@@ -1,7 +1,8 @@
 """Tensor parallelism as one layer sees it: this rank's slice of a matrix, and gathering what the ranks computed.
 
 Nothing is added up over ranks: every output is computed whole by one of them, and then all have it. So the bits of an
-answer do not depend on the number of ranks. A group of one needs no communicator; a larger group uses the platform's.
+answer do not depend on the number of ranks. A group of one needs no communicator; a larger group uses the platform's,
+on CPUs memory that the ranks share.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 import torch
 
 from llm.errors import LLMError, ValidationError
+from llm.kernels.select import backend_for
+from llm.platforms import select_platform
 from llm.platforms.interface import Platform
 from llm.plugins import load_class
 
@@ -114,3 +117,31 @@ def communicator_cls(platform: Platform) -> type[Communicator]:
 def tensor_parallel(platform: Platform, rank: int, size: int, rendezvous: Rendezvous) -> TensorParallel:
     """A place in a group of `size`, with the platform's communicator."""
     return TensorParallel(rank, size, communicator_cls(platform)(rank, size, rendezvous))
+
+
+class SharedMemoryCommunicator(Communicator):
+    """Of CPUs: processes of one machine, which map one file; nothing listens on an address.
+
+    Raises:
+        LLMError: there are no compiled kernels.
+    """
+
+    def __init__(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
+        super().__init__(rank, size, rendezvous)
+        backend = backend_for(select_platform("cpu")[0])
+        memory = backend.shared_memory(rank, size, rendezvous.folder / "gathered", rendezvous.timeout_s)
+        if memory is None:
+            raise LLMError(f"ranks on CPUs need the compiled kernels: {backend.reason}.")
+        self._memory = memory
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self._memory.all_gather(x)
+
+    def pick(self, x: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+        return self._memory.pick(x, owners)
+
+    def abort(self) -> None:
+        self._memory.abort()
+
+    def restart(self) -> None:
+        self._memory.restart()

@@ -603,7 +603,7 @@ class LLM:
             row_params: columns with the names of parameters (max_tokens, temperature, ...) are those of their rows.
             capture: activations of all rows; each is checked against `limit_bytes` by itself.
             capture_to: the folder that gets them, a file for each row, counted from 0.
-            capture_format: "safetensors", or "arrow", a table with a record for each position (`llm.jobs.activations`).
+            capture_format: "safetensors", or "arrow", a table with a record for each position (`llm.jobs.tables`).
 
         Raises:
             JobError: a file is wrong, or cannot be written; or the journal is of another model or setting.

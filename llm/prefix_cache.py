@@ -20,9 +20,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from llm.base.disk import partial_folder
 from llm.base.library_settings import library_defaults
-from llm.base.system import sync
+from llm.base.system import partial_folder, sync
 from llm.base.text import quote, show
 from llm.base.types import JsonObject
 from llm.engine.block_manager import Entry, cached_entries, restore_entries

@@ -6,10 +6,10 @@ from llm.layers.moe.fused_moe import (
     FusedMoEExperts,
     FusedMoEModularMethod,
     FusedMoEPrepareAndFinalize,
+    TransformersFusedMoE,
     UnquantizedFusedMoEMethod,
 )
 from llm.layers.moe.router import GateLinear, GroupedTopk, SparseMixer, TopKRouter
-from llm.layers.moe.transformers_moe import TransformersFusedMoE
 
 __all__ = [
     "ExpertsMethod",

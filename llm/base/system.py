@@ -3,6 +3,9 @@
 Linux has all of it, macOS no affinity and no control groups, Windows no signals of time, file locks of its own, sockets
 that are no files, and no folders that can be synced. Standard library alone, and psutil where there is no Linux:
 `kernels/cpu/build.py` uses this while a wheel is built.
+
+`partial_folder` is the folder that a save writes before it has its name. A lock tells a save at work from a killed one,
+whose folders are removed.
 """
 
 from __future__ import annotations
@@ -11,12 +14,15 @@ import contextlib
 import ctypes
 import mmap
 import os
+import re
 import select
 import shutil
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -276,3 +282,54 @@ def unload(handle: int) -> None:
         ctypes.WinDLL("kernel32").FreeLibrary(ctypes.c_void_p(handle))
     else:
         ctypes.CDLL(None).dlclose(ctypes.c_void_p(handle))
+
+
+# `tempfile` adds eight characters.
+_LEFTOVER = re.compile(r"\..+\.partial-[a-z0-9_]{8}")
+
+
+@contextmanager
+def partial_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path`, locked while it is written; removed at the end unless it was renamed."""
+    _remove_leftovers(path.parent)
+    partial, lock = _new_locked(path)
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove this user's partial folders in `parent` that no process holds the lock of."""
+    for folder in parent.iterdir():
+        if _LEFTOVER.fullmatch(folder.name) and is_own(folder.lstat()):
+            lock = _try_lock(folder)
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _new_locked(path: Path) -> tuple[Path, int | None]:
+    """A new folder and its lock; None where the file system has no locks, and nothing is ever removed."""
+    while True:
+        partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.partial-"))
+        lock = _try_lock(partial)
+        if partial.exists():  # another save may have taken it for a leftover before it was locked
+            return partial, lock
+        if lock is not None:
+            os.close(lock)
+
+
+def _try_lock(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock; None if another process does, or there can be no lock."""
+    handle = open_folder(folder)
+    if handle is None:
+        return None
+    try:
+        lock(handle)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llm.base.checks import check_choice, check_integer, refuse
-from llm.inside.names import canonical
-from llm.inside.positions import Positions, check_positions
+from llm.inside.names import Positions, canonical, check_positions
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from llm.base.text import show
 from llm.errors import CheckpointError, ValidationError
 from llm.inside.capture import Capture
 from llm.inside.intervention import Intervention
-from llm.inside.names import matching
-from llm.inside.positions import Positions
+from llm.inside.names import Positions, matching
 from llm.loading.gguf.container import Planned, Value, read_header, write_gguf
 from llm.sampling_params import SamplingParams
 

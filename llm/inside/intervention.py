@@ -16,8 +16,7 @@ import torch
 from llm.base.checks import check_integer, is_real, refuse
 from llm.base.text import show
 from llm.errors import ValidationError
-from llm.inside.names import Site
-from llm.inside.positions import Positions, check_positions, numbers
+from llm.inside.names import Positions, Site, check_positions, numbers
 
 Values = torch.Tensor | np.ndarray | Sequence[float]
 

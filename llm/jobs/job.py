@@ -41,7 +41,6 @@ from llm.errors import (
 from llm.inputs import LoRARequest
 from llm.inside.capture import Capture
 from llm.inside.request import CAPTURE, has_inside_args, resolve
-from llm.jobs.activations import FORMATS, check_folder, write_activations
 from llm.jobs.identity import check_finished, check_recordable, digest_of, identity_of, rows_key, sum_of, write_finished
 from llm.jobs.journal import Ended, Journal, Partials, RowRecord, RowRecords
 from llm.jobs.requests import (
@@ -57,7 +56,18 @@ from llm.jobs.requests import (
 )
 from llm.jobs.rows import Maker, Replies, Rows, by_index, fault_of, row_error
 from llm.jobs.shard import Shard
-from llm.jobs.tables import Columns, Form, Read, read_file, read_rows, suffix_of, write_rows
+from llm.jobs.tables import (
+    ACTIVATION_FORMATS,
+    Columns,
+    Form,
+    Read,
+    check_activations,
+    read_file,
+    read_rows,
+    suffix_of,
+    write_activations,
+    write_rows,
+)
 from llm.output_formats import params_as_json, plain
 from llm.outputs import RequestOutput
 from llm.pooling_params import PoolingParams
@@ -395,7 +405,7 @@ class RunOptions:
         if (self.capture is None) != (self.capture_to is None):
             given, missing = ("capture", "capture_to") if self.capture_to is None else ("capture_to", "capture")
             refuse(missing, None, f"given with {given}: activations of a job go into a folder")
-        check_choice("capture_format", self.capture_format, tuple(FORMATS))
+        check_choice("capture_format", self.capture_format, tuple(ACTIVATION_FORMATS))
         if self.capture_format == "arrow":
             optional_package("pyarrow", "arrow")
         if self.capture is not None and not isinstance(self.capture, Capture):
@@ -571,7 +581,7 @@ def _with_capture(llm: LLM, defaults: JobDefaults, options: RunOptions) -> JobDe
     logger.info("activations take up to %s bytes for each position of a row", f"{asked.max_bytes(1, 1):,}")
     try:
         options.capture_to.mkdir(parents=True, exist_ok=options.resume)
-        check_folder(options.capture_to, options.capture_format)
+        check_activations(options.capture_to, options.capture_format)
     except OSError as error:
         said = "exists; delete it, or pass resume=True" if isinstance(error, FileExistsError) else str(error.strerror)
         raise JobError(f"the folder capture_to={options.capture_to} {said}.") from error

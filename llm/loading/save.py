@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from llm.base.disk import partial_folder
 from llm.base.library_settings import library_defaults
+from llm.base.system import partial_folder
 from llm.errors import LLMError, ValidationError
 from llm.loading.gguf.save import GGUFFile, identity_of
 from llm.loading.model_files import SMALL_FILES, check_model_file

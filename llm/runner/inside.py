@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from llm.inside.intervention import Change, Place
-from llm.inside.names import FINAL, LOGITS, Site
-from llm.inside.positions import wanted
+from llm.inside.names import FINAL, LOGITS, Site, wanted
 from llm.inside.request import InsideRequest, Part
 from llm.inside.sites import Hook, Take, final_sites, find_hooks
 from llm.models.decoder import DecoderForCausalLM, DecoderLayer

@@ -26,10 +26,9 @@ from llm.forward import StateSpec
 from llm.kernels.weight import ExpertWeights, Weight
 from llm.layers.attention import Attention, PagedAttention
 from llm.layers.embedding import VocabParallelEmbedding
-from llm.layers.latent_attention import LatentAttention
+from llm.layers.latent_attention import AbsorbedLinearMethod, LatentAttention
 from llm.layers.linear import LinearBase
 from llm.layers.moe import FusedMoE
-from llm.quantization.absorbed import AbsorbedLinearMethod
 from llm.quantization.base import QuantizationConfig
 from llm.quantization.on_load import ActivationStatistics, QuantizeOnLoad
 from llm.quantization.quantizer import decibels, far_layers

@@ -340,7 +340,7 @@ _FLOAT32 = 4
 
 
 def widened_bytes(architecture: object, tensors: Mapping[str, TensorInfo]) -> int:
-    """It is held as float32 (`llm.quantization.absorbed`): so much more than what the file has of it."""
+    """It is held as float32 (`llm.layers.latent_attention`): so much more than what the file has of it."""
     if not isinstance(architecture, DecoderConfig):
         return 0
     parts = [layer.attention for layer in architecture.layers if isinstance(layer.attention, LatentAttentionConfig)]

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from llm import LLM, Capture, CompletionOutput, JobError, RequestOutput, SamplingParams, ValidationError
 from llm.inside.capture import Activations
 from llm.jobs import job
-from llm.jobs.activations import write_activations
+from llm.jobs.tables import write_activations
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4)
 PROMPTS = ["And Moses said", "In the beginning", "The king", "And the LORD spake unto"]

@@ -20,7 +20,7 @@ from llm.layers.moe import FusedMoE
 from llm.loading.adapters.folder import AdapterConfig, AdapterFolder
 from llm.loading.adapters.targets import by_expert
 from llm.loading.weight_map import WeightMap
-from llm.models.decoder.moe import down, gate_and_up
+from llm.models.decoder.mlp import down, gate_and_up
 from llm.models.interface import Cut
 
 # Stacked by key head in its checkpoint, with biases; and a layer of experts.

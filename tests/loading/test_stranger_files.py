@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from embedded import copy_model, open_llm, python
 
-from llm.base.disk import partial_folder
+from llm.base.system import partial_folder
 from llm.base.text import show
 from llm.errors import CheckpointError, LLMError
 from llm.llm import EMBEDDED_MODEL

@@ -18,7 +18,7 @@ from embedded import python
 import llm.platforms
 from llm.config import LLMArgs
 from llm.errors import LLMError, ValidationError
-from llm.layers.communicators import SharedMemoryCommunicator
+from llm.layers.parallel import SharedMemoryCommunicator
 from llm.platforms import BUILTIN, Platform, PlatformEnum, select_platform
 from llm.platforms.accelerators import (
     CudaPlatform,

@@ -19,12 +19,12 @@ from torch import nn
 from llm.base.text import list_names, quote
 from llm.errors import CheckpointError
 from llm.layers.embedding import VocabParallelEmbedding
+from llm.layers.latent_attention import AbsorbedLinearMethod
 from llm.layers.linear import LinearBase
 from llm.layers.moe import FusedMoE
 from llm.loading.adapters.folder import AdapterFolder, ExpertPart, Pair
 from llm.loading.weight_map import WeightMap
 from llm.models.interface import Cut
-from llm.quantization.absorbed import AbsorbedLinearMethod
 
 _MERGE = "merge the adapter with LLM(model, merge_lora=folder)"
 

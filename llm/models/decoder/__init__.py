@@ -1,7 +1,7 @@
 """A decoder made of parts, onto which a family maps its config.json: `from llm.models import decoder as d`.
 
 `config.py` is the config of the whole model and reads the keys that families share, `layer.py` joins parts and norms to
-a layer, `attention.py`, `latent.py`, `recurrent.py`, `mlp.py` and `moe.py` are parts, `shared_kv.py` and `per_layer.py`
+a layer, `attention.py`, `latent.py`, `recurrent.py` and `mlp.py` are parts, `shared_kv.py` and `per_layer.py`
 are what layers share, `part.py` is the interface of a part, `model.py` runs the layers, `multi_token.py` drafts.
 """
 
@@ -44,11 +44,11 @@ from llm.models.decoder.layer import (
     Stream,
     add_norm,
 )
-from llm.models.decoder.mlp import GatedMLPConfig, PlainMLPConfig
-from llm.models.decoder.model import NOTHING_PACKED, QKV_PACKED, DecoderForCausalLM
-from llm.models.decoder.moe import (
+from llm.models.decoder.mlp import (
     W1_W2_W3,
+    GatedMLPConfig,
     MoEConfig,
+    PlainMLPConfig,
     down,
     gate_and_up,
     ignore_training,
@@ -56,6 +56,7 @@ from llm.models.decoder.moe import (
     read_experts,
     sparse_layers,
 )
+from llm.models.decoder.model import NOTHING_PACKED, QKV_PACKED, DecoderForCausalLM
 from llm.models.decoder.multi_token import MultiTokenConfig
 from llm.models.decoder.part import BuildContext, NormConfig, PartConfig
 from llm.models.decoder.per_layer import Factor, PerLayerEmbedding, PerLayerGate, PerLayerInputs

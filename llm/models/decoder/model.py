@@ -17,7 +17,7 @@ from llm.layers.parallel import SINGLE, TensorParallel
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder.config import DecoderConfig
 from llm.models.decoder.layer import add_norm
-from llm.models.decoder.moe import down, gate_and_up, up
+from llm.models.decoder.mlp import down, gate_and_up, up
 from llm.models.decoder.multi_token import MultiTokenHead
 from llm.models.decoder.part import BuildContext
 from llm.models.interface import BuildOptions, Cut, Renames
