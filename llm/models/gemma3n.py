@@ -1,20 +1,185 @@
-"""Gemma 3n."""
+"""Gemma 3n, and what Gemma 4 has of it: an embedding in every layer, and layers that read the KV cache of earlier ones.
+
+The table of all layers' embeddings is one tensor; each layer has its part of it.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
+from torch import nn
 
 from llm.base.watch import Patchable
 from llm.errors import UnsupportedModelError
 from llm.forward import ForwardBatch
 from llm.kernels.select import backend_of_construction
-from llm.layers.linear import ReplicatedLinear
+from llm.layers.activation import PLAIN_ACTIVATIONS
+from llm.layers.attention import Attention
+from llm.layers.embedding import VocabParallelEmbedding
+from llm.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from llm.layers.moe import GateLinear
 from llm.layers.norm import filled
 from llm.models import decoder as d
 from llm.models.gemma import read_ropes
 from llm.models.text_part import TextPart, in_text_part
+from llm.quantization.unquantized import new_parameter
+
+
+@dataclass(frozen=True)
+class PerLayerEmbedding:
+    """`size` channels in each of `layers` layers, for the ids below `vocab_size`."""
+
+    vocab_size: int
+    size: int
+    layers: int
+    norm: d.NormConfig
+
+
+class PerLayerInputs(Patchable):
+    """ids int64 [N] and their embedding float [N, H] -> float [N, layers * size]."""
+
+    def __init__(self, config: PerLayerEmbedding, context: d.BuildContext, prefix: str) -> None:
+        super().__init__()
+        hidden, width = context.hidden_size, config.layers * config.size
+        self.embed_tokens_per_layer = VocabParallelEmbedding(
+            config.vocab_size, width, prefix=f"{prefix}.embed_tokens_per_layer", **context.table
+        )
+        self.per_layer_model_projection = ReplicatedLinear(
+            hidden,
+            width,
+            bias=False,
+            prefix=f"{prefix}.per_layer_model_projection",
+            **context.linear,
+        )
+        self.per_layer_projection_norm = config.norm.build(config.size, context)
+        self.size, self.scale = config.size, hidden**-0.5
+
+    def forward(self, ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        projected = self.per_layer_model_projection(embedded) * self.scale
+        by_layer = projected.view(projected.shape[0], -1, self.size)
+        own = self.embed_tokens_per_layer(ids) * self.size**0.5
+        return (self.per_layer_projection_norm(by_layer).view(projected.shape) + own) * 2.0**-0.5
+
+
+class PerLayerGate(Patchable):
+    """norm(projection(act(gate(x)) * inputs)): x float [N, H], inputs float [N, size] -> [N, H]."""
+
+    def __init__(self, size: int, activation: str, norm: d.NormConfig, context: d.BuildContext, prefix: str) -> None:
+        super().__init__()
+        hidden, linear = context.hidden_size, context.linear
+        self.per_layer_input_gate = ReplicatedLinear(
+            hidden, size, bias=False, prefix=f"{prefix}.per_layer_input_gate", **linear
+        )
+        self.per_layer_projection = ReplicatedLinear(
+            size, hidden, bias=False, prefix=f"{prefix}.per_layer_projection", **linear
+        )
+        self.post_per_layer_input_norm = norm.build(hidden, context)
+        self.act_fn = PLAIN_ACTIVATIONS[activation]()
+        self._ops = backend_of_construction().ops
+
+    def forward(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        gated = self._ops.multiply(self.act_fn(self.per_layer_input_gate(x)), inputs)
+        return self.post_per_layer_input_norm(self.per_layer_projection(gated))
+
+
+class Factor(Patchable):
+    """x float [N, H] times a trained number, which the checkpoint stores as [1]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        # One per channel: the kernel multiplies rows.
+        self.value = new_parameter(torch.ones(width), _fill)
+        self._ops = backend_of_construction().ops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._ops.multiply(x, self.value.expand(x.shape))
+
+
+def _fill(param: nn.Parameter, loaded: torch.Tensor, shard_id: object = None) -> int:
+    if loaded.numel() != 1:
+        raise ValueError(f"has shape {list(loaded.shape)}, the model needs [1]")
+    param.data.fill_(loaded.item())
+    return param.numel()
+
+
+@dataclass(frozen=True)
+class SharedKVConfig(d.PartConfig):
+    """`attention` of the layer whose keys and values are read, and the index of its state."""
+
+    attention: d.AttentionConfig
+    state: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rope", self.attention.rope)
+
+    def build(self, context: d.BuildContext, prefix: str) -> nn.Module:
+        return SharedKVAttention(self, context, prefix)
+
+
+class SharedKVAttention(Patchable):
+    """Queries, their norm and rotary embedding, and attention over what the other layer wrote in this step."""
+
+    def __init__(self, config: SharedKVConfig, context: d.BuildContext, prefix: str) -> None:
+        super().__init__()
+        of, tp = config.attention, context.tp
+        heads, size = of.heads, of.heads.size
+        hidden, width = context.hidden_size, heads.query * size
+        linear = context.linear
+        self.q_proj = ColumnParallelLinear(hidden, width, bias=of.qkv_bias, prefix=f"{prefix}.q_proj", **linear)
+        self.o_proj = RowParallelLinear(width, hidden, bias=of.out_bias, prefix=f"{prefix}.o_proj", **linear)
+        self.head_size, self.state = size, config.state
+        self.q_norm = None if of.qk_norm is None else of.qk_norm.build(size, context)
+        self.rotary_emb = None if of.rope is None else context.rotary(size, of.rope, not of.rope_interleaved)
+        self.attn = Attention(
+            tp.share("num_attention_heads", heads.query),
+            heads.key_value_on_rank(tp),
+            size,
+            layer_index=config.state,
+            scale=size**-0.5 if of.scale is None else of.scale,
+            sliding_window=of.sliding_window,
+            soft_cap=of.soft_cap,
+        )
+
+    def forward(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        query = self.q_proj(hidden)
+        if self.q_norm is not None:
+            query = self.q_norm(query.view(query.shape[0], -1, self.head_size)).view(query.shape)
+        if self.rotary_emb is not None:
+            query, _ = self.rotary_emb(batch.positions, query, query[:, :0])
+        return self.o_proj(self.attn.attend(query, batch))
+
+
+def read_shared(reader: d.ConfigReader, own: Sequence[d.AttentionConfig], default: int) -> list[d.PartConfig]:
+    """The layers' attention, of which the last `num_kv_shared_layers` read the keys and values of the last layer before
+    them with their window."""
+    shared = reader.integer("num_kv_shared_layers", default)
+    first = len(own) - shared
+    if not 0 < first <= len(own):
+        raise reader.error("num_kv_shared_layers", shared, f"an integer from 0 to {len(own) - 1}")
+    last = {part.sliding_window: index for index, part in enumerate(own[:first])}
+    if any(part.sliding_window not in last for part in own):
+        raise reader.error("num_kv_shared_layers", shared, "fewer: no layer before them is of their type")
+    return [*own[:first], *(SharedKVConfig(part, last[part.sliding_window]) for part in own[first:])]
+
+
+def connect_shared(layers: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Layers that read another's cache get its backend, which knows the static scales of a quantized cache.
+
+    Each of the other layers has one state, so states are numbered as those layers are. Returns what checkpoints store
+    of the readers' own keys and values, in models by themselves and in multimodal ones.
+    """
+    parts = [layer.get_submodule("self_attn") for layer in layers]
+    readers = {index: part for index, part in enumerate(parts) if isinstance(part, SharedKVAttention)}
+    for part in readers.values():
+        source = parts[part.state].get_submodule("attn")
+        part.attn.backend = cast("Attention", source).backend
+    outer = ("model", "model.language_model", "language_model.model")
+    names = ("k_proj", "v_proj", "k_norm", "v_norm")
+    return tuple(f"{model}.layers.{index}.self_attn.{name}" for model in outer for index in readers for name in names)
+
 
 # Of the squares of a projected stream, which is divided by its root.
 _LEAST_MEAN = 1e-5
@@ -141,7 +306,7 @@ class Gemma3nLayer(d.PreAndPostNormLayer):
         super().__init__(layer, norms.altup.norm, context, prefix)
         self.altup = AltUp(norms.altup, context, f"{prefix}.altup")
         self.laurel = Laurel(norms, context, f"{prefix}.laurel")
-        self.per_layer = d.PerLayerGate(
+        self.per_layer = PerLayerGate(
             norms.per_layer_size, "gelu_pytorch_tanh", norms.altup.norm, context, f"{prefix}.per_layer"
         )
         self.active, self.streams = norms.altup.active, norms.altup.inputs
@@ -173,13 +338,17 @@ class Gemma3nLayer(d.PreAndPostNormLayer):
 _LAYER = "model.layers.*"
 _OF_LAYER = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 _OF_MODEL = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+PER_LAYER_RENAMES = (
+    *((f"{_LAYER}.{name}", f"{_LAYER}.per_layer.{name}") for name in _OF_LAYER),
+    *((f"model.{name}", f"per_layer.{name}") for name in _OF_MODEL),
+)
 
 
 @dataclass(frozen=True)
 class Gemma3nConfig(d.DecoderConfig):
     """A decoder whose layers have embeddings of their own, and several streams between them."""
 
-    per_layer: d.PerLayerEmbedding | None = None
+    per_layer: PerLayerEmbedding | None = None
     altup: AltUpConfig | None = None
 
 
@@ -187,8 +356,7 @@ class Gemma3nForCausalLM(d.DecoderForCausalLM):
     """AltUp, LAuReL, embeddings of every layer, keys and values of earlier layers, sparse feed-forwards."""
 
     renames = (
-        *((f"{_LAYER}.{name}", f"{_LAYER}.per_layer.{name}") for name in _OF_LAYER),
-        *((f"model.{name}", f"per_layer.{name}") for name in _OF_MODEL),
+        *PER_LAYER_RENAMES,
         *((f"model.{name}", name) for name in ("altup_projections", "altup_unembed_projections")),
     )
 
@@ -214,7 +382,7 @@ class Gemma3nForCausalLM(d.DecoderForCausalLM):
             embedding_multiplier=hidden**0.5,
             logits_soft_cap=reader.optional_number("final_logit_softcapping", 30.0),
             tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
-            per_layer=d.PerLayerEmbedding(vocab, size, count, norm),
+            per_layer=PerLayerEmbedding(vocab, size, count, norm),
             altup=altup,
         )
         reader.finish()
@@ -229,9 +397,9 @@ class Gemma3nForCausalLM(d.DecoderForCausalLM):
                 "gemma3n models run in one process: their feed-forwards read all channels of a token; pass "
                 "tensor_parallel_size=1."
             )
-        self.left_out = (*getattr(self, "left_out", ()), *d.connect_shared(list(self.model.layers)))
+        self.left_out = (*getattr(self, "left_out", ()), *connect_shared(list(self.model.layers)))
         context, others = d.BuildContext(options, config.hidden_size), config.altup.inputs - 1
-        self.per_layer = d.PerLayerInputs(config.per_layer, context, "per_layer")
+        self.per_layer = PerLayerInputs(config.per_layer, context, "per_layer")
         self.altup_projections = Projections(others, context, "altup_projections")
         self.altup_unembed_projections = Projections(others, context, "altup_unembed_projections")
         self.streams, self.active = config.altup.inputs, config.altup.active
@@ -263,7 +431,7 @@ def _attention(reader: d.ConfigReader, count: int, norm: d.NormConfig) -> list[d
     heads, v_norm = d.read_heads(reader, default_kv_heads=2, default_size=256), replace(norm, has_weight=False)
     attention = d.read_attention(reader, None, heads, qk_norm=norm, v_norm=v_norm, scale=1.0)
     own = [replace(attention, sliding_window=size, rope=full if size is None else sliding) for size in windows]
-    return d.read_shared(reader, own, 15)
+    return read_shared(reader, own, 15)
 
 
 def _feed_forwards(reader: d.ConfigReader, count: int) -> list[d.PartConfig]:

@@ -15,6 +15,16 @@ from llm.layers.custom_op import KernelOp
 from llm.layers.moe import FusedMoE, GateLinear
 from llm.layers.norm import filled
 from llm.models import decoder as d
+from llm.models.gemma3n import (
+    PER_LAYER_RENAMES,
+    Factor,
+    PerLayerEmbedding,
+    PerLayerGate,
+    PerLayerInputs,
+    SharedKVConfig,
+    connect_shared,
+    read_shared,
+)
 from llm.models.text_part import TextPart, in_text_part
 
 
@@ -115,12 +125,12 @@ class Gemma4Layer(d.PreAndPostNormLayer):
         if self.has_experts:
             for name in ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"):
                 self.add_module(name, norms.norm.build(context.hidden_size, context))
-        self.per_layer: d.PerLayerGate | None = None
+        self.per_layer: PerLayerGate | None = None
         if norms.per_layer_size:
-            self.per_layer = d.PerLayerGate(
+            self.per_layer = PerLayerGate(
                 norms.per_layer_size, "gelu_pytorch_tanh", norms.norm, context, f"{prefix}.per_layer"
             )
-        self.layer_scalar = d.Factor(context.hidden_size)
+        self.layer_scalar = Factor(context.hidden_size)
 
     def forward(
         self,
@@ -153,7 +163,7 @@ _FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 class Gemma4Config(d.DecoderConfig):
     """`per_layer`: None: layers have no embeddings of their own. `values_are_keys`: full layers have one matrix."""
 
-    per_layer: d.PerLayerEmbedding | None = None
+    per_layer: PerLayerEmbedding | None = None
     values_are_keys: bool = False
 
 
@@ -166,14 +176,7 @@ class Gemma4ForCausalLM(d.DecoderForCausalLM):
         (f"{_LAYER}.router.per_expert_scale", f"{_LAYER}.moe.experts.custom_routing_function.per_expert_scale"),
         (f"{_LAYER}.experts", f"{_LAYER}.moe.experts"),
         (f"{_LAYER}.layer_scalar", f"{_LAYER}.layer_scalar.value"),
-        *(
-            (f"{_LAYER}.{name}", f"{_LAYER}.per_layer.{name}")
-            for name in ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
-        ),
-        *(
-            (f"model.{name}", f"per_layer.{name}")
-            for name in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
-        ),
+        *PER_LAYER_RENAMES,
     )
     config: Gemma4Config
 
@@ -189,9 +192,7 @@ class Gemma4ForCausalLM(d.DecoderForCausalLM):
         layers = [
             Gemma4LayerConfig(
                 attention=part,
-                mlp=d.GatedMLPConfig(
-                    inner * (factor if isinstance(part, d.SharedKVConfig) else 1), "gelu_pytorch_tanh"
-                ),
+                mlp=d.GatedMLPConfig(inner * (factor if isinstance(part, SharedKVConfig) else 1), "gelu_pytorch_tanh"),
                 moe=experts,
                 norms=Gemma4Norms(norm, size),
             )
@@ -207,7 +208,7 @@ class Gemma4ForCausalLM(d.DecoderForCausalLM):
             embedding_multiplier=hidden**0.5,
             logits_soft_cap=reader.optional_number("final_logit_softcapping"),
             tie_word_embeddings=reader.boolean("tie_word_embeddings", True),
-            per_layer=d.PerLayerEmbedding(vocab, size, count, norm) if size else None,
+            per_layer=PerLayerEmbedding(vocab, size, count, norm) if size else None,
             values_are_keys=reader.boolean("attention_k_eq_v", False),
         )
         reader.finish()
@@ -215,14 +216,12 @@ class Gemma4ForCausalLM(d.DecoderForCausalLM):
 
     def __init__(self, config: Gemma4Config, options: d.BuildOptions) -> None:
         super().__init__(config, options)
-        self.left_out = (*getattr(self, "left_out", ()), *d.connect_shared(list(self.model.layers)))
+        self.left_out = (*getattr(self, "left_out", ()), *connect_shared(list(self.model.layers)))
         if config.values_are_keys:
             self.merge_weights = partial(_with_values)
-        self.per_layer: d.PerLayerInputs | None = None
+        self.per_layer: PerLayerInputs | None = None
         if config.per_layer is not None:
-            self.per_layer = d.PerLayerInputs(
-                config.per_layer, d.BuildContext(options, config.hidden_size), "per_layer"
-            )
+            self.per_layer = PerLayerInputs(config.per_layer, d.BuildContext(options, config.hidden_size), "per_layer")
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         hidden = self.embed_batch(batch)
@@ -262,7 +261,7 @@ def _attention(reader: d.ConfigReader, count: int, norm: d.NormConfig) -> list[d
         rope=reader.rope(1_000_000.0, "full_attention", default_scaling={"full_attention": _FULL_ROPE}),
         sliding_window=None,
     )
-    return d.read_shared(reader, [full if size is None else sliding for size in windows], 0)
+    return read_shared(reader, [full if size is None else sliding for size in windows], 0)
 
 
 def _full_heads(reader: d.ConfigReader, sliding: d.Heads) -> d.Heads:

@@ -186,7 +186,7 @@ class LogitRowReader:
         scores = None if has_logits else self.scores(source)
         if scores is not None:  # of few logit rows: they are one chunk
             known = (scores.largest, scores.tokens, self.batch.sampling, outputs)
-            likeliest = self.sampler.start_likeliest(*known) if processors is None else None
+            likeliest = self.sampler.likeliest(*known) if processors is None else None
             if likeliest is not None:
                 return self._started([likeliest])
             source, has_logits = scores.logits, True
@@ -237,14 +237,15 @@ class LogitRowReader:
         batch = self.batch
         processors = None if self.processors.is_idle() else self.processors
         scores = None if has_logits else self.scores(source)
-        if scores is not None:  # of few logit rows: they are one chunk
-            source, has_logits = scores.logits, True
-            if processors is None:
-                tokens = self.sampler.likeliest(scores.largest, scores.tokens, batch.sampling)
-                if tokens is not None:
-                    return Sampled(tokens)
         outputs = positions + 1 - batch.num_prompt_tokens[rows]
         sampled = Sampled()
+        if scores is not None:  # of few logit rows: they are one chunk
+            source, has_logits = scores.logits, True
+            known = (scores.largest, scores.tokens, batch.sampling, outputs)
+            likeliest = self.sampler.likeliest(*known) if processors is None else None
+            if likeliest is not None:
+                sampled.add(0, likeliest.finish(self.backend.download(*likeliest.tensors)))
+                return sampled
         for start, arguments in self._chunks(source, rows, outputs, processors, has_logits):
             sampled.add(start, self.sampler(*arguments))
         return sampled

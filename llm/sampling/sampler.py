@@ -126,20 +126,10 @@ class Sampler:
         self.backend = backend
         self.gather_logprobs = partial(gather_logprobs, normalise=logprobs_mode.endswith("logprobs"), backend=backend)
 
-    def likeliest(self, largest: torch.Tensor, tokens: torch.Tensor, params: SamplingRows) -> list[int] | None:
-        """The tokens of logit rows without active processors whose `argmax` is known, if no batch row needs more.
-
-        None: a row does, or a logit row has no token.
-        """
-        if params.demanding:
-            return None
-        values, ids = self.backend.download(largest, tokens)
-        return ids.tolist() if all(value > -math.inf for value in values.tolist()) else None
-
-    def start_likeliest(
+    def likeliest(
         self, largest: torch.Tensor, tokens: torch.Tensor, params: SamplingRows, outputs: np.ndarray
     ) -> Pending | None:
-        """The same on a device, which nobody waits for; a logit row without a token gets its error."""
+        """The output for logit rows without active processors whose `argmax` is known; None: a batch row needs more."""
         if params.demanding:
             return None
 
@@ -404,9 +394,6 @@ class ForcedSampler(Sampler):
     def __init__(self, sampler: Sampler, answer: Sequence[int]) -> None:
         super().__init__(sampler.logprobs_mode, sampler.backend)
         self._answer = np.array(answer, dtype=np.int64)
-
-    def likeliest(self, largest: torch.Tensor, tokens: torch.Tensor, params: SamplingRows) -> None:
-        """None: tokens are replaced."""
 
     def final(self, found: SamplerOutput, outputs: np.ndarray) -> SamplerOutput:
         return replace(found, tokens=torch.from_numpy(self._answer[np.minimum(outputs, len(self._answer) - 1)]))

@@ -1,8 +1,8 @@
 """A decoder made of parts, onto which a family maps its config.json: `from llm.models import decoder as d`.
 
 `config.py` is the config of the whole model and reads the keys that families share, `layer.py` joins parts and norms to
-a layer, `attention.py`, `latent.py`, `recurrent.py` and `mlp.py` are parts, `shared_kv.py` and `per_layer.py`
-are what layers share, `part.py` is the interface of a part, `model.py` runs the layers, `multi_token.py` drafts.
+a layer, `attention.py`, `latent.py`, `recurrent.py` and `mlp.py` are parts, `part.py` is the interface of a part,
+`model.py` runs the layers, `multi_token.py` drafts.
 """
 
 from llm.layers.linear_attention import DeltaHeads
@@ -59,7 +59,6 @@ from llm.models.decoder.mlp import (
 from llm.models.decoder.model import NOTHING_PACKED, QKV_PACKED, DecoderForCausalLM
 from llm.models.decoder.multi_token import MultiTokenConfig
 from llm.models.decoder.part import BuildContext, NormConfig, PartConfig
-from llm.models.decoder.per_layer import Factor, PerLayerEmbedding, PerLayerGate, PerLayerInputs
 from llm.models.decoder.recurrent import (
     GatedDeltaConfig,
     Mamba2Config,
@@ -72,7 +71,6 @@ from llm.models.decoder.recurrent import (
     read_mixers,
     read_step_limits,
 )
-from llm.models.decoder.shared_kv import SharedKVConfig, connect_shared, read_shared
 from llm.models.interface import BuildOptions, Cut, Renames
 
 __all__ = [
@@ -88,7 +86,6 @@ __all__ = [
     "DecoderForCausalLM",
     "DecoderLayer",
     "DeltaHeads",
-    "Factor",
     "GatedDeltaConfig",
     "GatedMLPConfig",
     "GemmaRMSNorm",
@@ -109,9 +106,6 @@ __all__ = [
     "OnePart",
     "ParallelNorms",
     "PartConfig",
-    "PerLayerEmbedding",
-    "PerLayerGate",
-    "PerLayerInputs",
     "PlainMLPConfig",
     "Plamo2MambaConfig",
     "PostNorms",
@@ -123,14 +117,12 @@ __all__ = [
     "Renames",
     "RopeParameters",
     "ScaledPreNorms",
-    "SharedKVConfig",
     "ShortConvConfig",
     "Stream",
     "add_norm",
     "alibi_slopes",
     "attending_layers",
     "check_rope",
-    "connect_shared",
     "down",
     "gate_and_up",
     "ignore_training",
@@ -149,7 +141,6 @@ __all__ = [
     "read_mixers",
     "read_plain_mlp",
     "read_rms_norm",
-    "read_shared",
     "read_step_limits",
     "sparse_layers",
     "uniform_decoder",
