@@ -497,7 +497,7 @@ def test_a_missing_docstring_is_caught() -> None:
 ALSO: dict[str, set[str]] = {
     "presence_penalty": {"llm/runner/speculation/draft_model.py", "llm/tools/bench/sampler.py"},
     "relu2": {
-        *(f"llm/models/{name}.py" for name in ("decoder/moe", "gpt_neox", "llama", "mamba")),
+        *(f"llm/models/{name}.py" for name in ("decoder/mlp", "gpt_neox", "llama", "mamba")),
         *("kernels/reference/experts.py", "kernels/torch_ops.py", "kernels/triton/backend.py", "kernels/triton/moe.py"),
     },
     "q8_0": set(),
