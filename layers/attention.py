@@ -18,8 +18,7 @@ from llm.errors import UnsupportedModelError
 from llm.forward import AttentionMetadata, ForwardBatch, ImageTokens, KVCacheSpec
 from llm.kernels.select import backend_for, backend_of_construction
 from llm.layers.linear import QKVParallelLinear
-from llm.platforms.interface import Platform
-from llm.platforms.vllm_hooks import called_by_name
+from llm.platforms.interface import Platform, called_by_name
 from llm.plugins import load_class
 
 

@@ -18,7 +18,7 @@ from llm.base.checks import refuse
 from llm.base.custom_op import CustomOp
 from llm.errors import ValidationError
 from llm.kernels.backend import Operations
-from llm.kernels.reference.rotary import apply_rotary
+from llm.kernels.reference.elementwise import apply_rotary
 from llm.layers.custom_op import KernelOp
 
 # Of a table that are computed at a time: its parts are not all in memory twice.

@@ -1,24 +1,30 @@
 """`Platform`, the base class of the built-in platforms and of plugins.
 
-It names the backend, which has the kernels, the attention backend and the model runner by class path.
+It names the backend, which has the kernels, the attention backend and the model runner by class path. Hooks that were
+written for vLLM get arguments by their names there, and a config to change in place: what they set reaches `LLMArgs`,
+or is refused.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llm.errors import ValidationError
+from llm.config.compilation import CompilationConfig
+from llm.config.engine import LLMArgs
+from llm.errors import PluginError, ValidationError
 from llm.forward import StateSpec
 from llm.platforms.limits import host_memory
 
 if TYPE_CHECKING:
-    from llm.config.engine import LLMArgs
     from llm.plugins import Plugin
 
 
@@ -216,7 +222,7 @@ class Platform:
 
     def get_attn_backend_cls(self, head_size: int) -> str:
         """Class path of the `AttentionBackend` of layers with heads of this size. It may take any of vLLM's arguments,
-        which are passed by name (`llm.platforms.vllm_hooks`)."""
+        which are passed by name (`llm.platforms.interface`)."""
         return "llm.layers.attention.PagedAttention"
 
     def get_model_runner_cls(self) -> str:
@@ -237,7 +243,7 @@ class Platform:
     def check_and_update_config(self, args: LLMArgs) -> LLMArgs:
         """The arguments to use, `dataclasses.replace(args, ...)`. Called for each `LLM`, before they are resolved.
 
-        A method whose parameter is `vllm_config` gets a `llm.platforms.vllm_hooks.VllmConfigView` to change in place.
+        A method whose parameter is `vllm_config` gets a `llm.platforms.interface.VllmConfigView` to change in place.
         """
         return args
 
@@ -253,3 +259,89 @@ def supported_dtypes(platform: Platform) -> tuple[torch.dtype, ...]:
     """Of a platform; in one written for vLLM it is a property."""
     found: object = platform.supported_dtypes
     return tuple(found() if callable(found) else found)  # type: ignore[arg-type]
+
+
+# Section -> its attributes, which are arguments of the same name.
+_SECTIONS = {
+    "model_config": ("model", "dtype", "quantization", "max_model_len", "seed", "enforce_eager"),
+    "cache_config": ("block_size", "enable_prefix_caching"),
+    "scheduler_config": ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"),
+}
+_AUTO = "auto"
+
+
+class _Section(SimpleNamespace):
+    """A part of the config; only what is there can be set."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in vars(self):
+            raise PluginError(
+                f"a platform sets {name!r}, which is not in its config; there are {', '.join(vars(self))}"
+            )
+        super().__setattr__(name, value)
+
+
+class VllmConfigView(_Section):
+    """What `check_and_update_config(vllm_config)` reads and changes, before anything is decided; None: not given.
+
+    Attributes:
+        parallel_config: `worker_cls`, "auto" or the class path of an `llm.runner.model_runner.ModelRunner`; one device.
+        compilation_config: `custom_ops` (a list), `mode` and `backend`.
+        model_config, cache_config, scheduler_config: arguments of `LLM`.
+    """
+
+    def __init__(self, args: LLMArgs, platform: Platform) -> None:
+        compilation = CompilationConfig.of(
+            args.compilation_config,
+            default_backend=platform.simple_compile_backend,
+            enforce_eager=args.enforce_eager,
+        )
+        sections = {
+            name: _Section(**{item: getattr(args, item) for item in items}) for name, items in _SECTIONS.items()
+        }
+        super().__init__(
+            **sections,
+            parallel_config=_Section(worker_cls=_AUTO, tensor_parallel_size=1, pipeline_parallel_size=1, world_size=1),
+            compilation_config=_Section(
+                custom_ops=list(compilation.custom_ops), mode=compilation.mode, backend=compilation.backend
+            ),
+        )
+        self.__dict__["_before"] = dict(vars(self.compilation_config), custom_ops=list(compilation.custom_ops))
+
+    def updated(self, args: LLMArgs) -> LLMArgs:
+        """The arguments with what was set."""
+        now = {item: getattr(getattr(self, name), item) for name, items in _SECTIONS.items() for item in items}
+        changed = {item: value for item, value in now.items() if value != getattr(args, item)}
+        compilation = dict(vars(self.compilation_config))
+        if compilation != self.__dict__["_before"]:
+            changed["compilation_config"] = compilation
+        parallel = self.parallel_config
+        if (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.world_size) != (1, 1, 1):
+            raise PluginError("a platform sets several devices, and an LLM runs on one")
+        return replace(args, **changed)
+
+
+def update_config(platform: Platform, args: LLMArgs) -> object:
+    """What `check_and_update_config` makes of the arguments."""
+    hook: Callable[..., object] = platform.check_and_update_config
+    if "vllm_config" not in inspect.signature(hook).parameters:
+        return hook(args)
+    view = VllmConfigView(args, platform)
+    answer = hook(view)
+    if answer is not None:
+        return answer
+    chosen = view.parallel_config.worker_cls
+    platform.worker_cls = "" if chosen == _AUTO else chosen
+    return view.updated(args)
+
+
+def called_by_name(function: Callable[..., Any], known: Mapping[str, object]) -> Any:
+    """Call with those of the known arguments that it takes; `PluginError` if it needs another."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return function(**known)
+    needs = [item.name for item in parameters if item.default is item.empty and item.kind is not item.VAR_POSITIONAL]
+    unknown = [name for name in needs if name not in known]
+    if unknown:
+        raise PluginError(f"{function.__qualname__} asks for {', '.join(unknown)}; known are {', '.join(known)}")
+    return function(**{item.name: known[item.name] for item in parameters if item.name in known})

@@ -1,4 +1,6 @@
-"""Sums, products, selection of rows; and kernels with the bits of what a recorded step would leave to PyTorch."""
+"""Norms, rotation by position, sums, products and selection of rows in C++; `kernels/reference/elementwise.py` defines
+them. And kernels with the bits of what a recorded step would leave to PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ from typing import Any
 
 import torch
 
-from llm.kernels.cpu.library import Library, as_float32
+from llm.kernels.cpu.library import KINDS, Library, as_float32, in_type, pointer
 from llm.kernels.cpu.signatures import KERNELS
+from llm.kernels.reference.elementwise import check_gated_norm
 
 _aten = torch.ops.aten
 _ADD = KERNELS["llm_add"]
@@ -179,3 +182,241 @@ _HANDLERS: dict[Any, Callable[[Library, Any, Allocate], torch.Tensor | None]] = 
     _aten.cat.default: _cat,
     _aten.clamp.default: _clamp,
 }
+
+
+_RMS = KERNELS["llm_rms_norm"]
+_LAYER = KERNELS["llm_layer_norm"]
+_GATED = KERNELS["llm_gated_rms_norm"]
+
+
+def rms_norm(
+    library: Library,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    variance_size: int | None = None,
+    weight_offset: float = 0.0,
+    rounds_first: bool = False,
+) -> torch.Tensor:
+    """float [..., d], weight [d] or None -> float [..., d]."""
+    wide = as_float32(x)
+    out = library.empty_like(wide)
+    own = _weight_of(weight, x.dtype, rounds_first)
+    _rms_norm(library, wide, None, own, eps, variance_size, weight_offset, out, None)
+    return _times_weight(in_type(out, x.dtype), weight, own, weight_offset)
+
+
+def add_rms_norm(
+    library: Library,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    variance_size: int | None = None,
+    weight_offset: float = 0.0,
+    rounds_first: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual)."""
+    wide, wide_residual = as_float32(x), as_float32(residual)
+    out, total = library.empty_like(wide), library.empty_like(wide)
+    own = _weight_of(weight, x.dtype, rounds_first)
+    _rms_norm(library, wide, wide_residual, own, eps, variance_size, weight_offset, out, total)
+    return _times_weight(in_type(out, x.dtype), weight, own, weight_offset), in_type(total, x.dtype)
+
+
+def _weight_of(weight: torch.Tensor | None, dtype: torch.dtype, rounds_first: bool) -> torch.Tensor | None:
+    """What the kernel multiplies by. It rounds once: where there is a rounding before, `_times_weight` does it."""
+    return None if rounds_first and dtype is not torch.float32 else weight
+
+
+def _times_weight(
+    normed: torch.Tensor, weight: torch.Tensor | None, own: torch.Tensor | None, weight_offset: float
+) -> torch.Tensor:
+    if weight is None or own is not None:
+        return normed
+    return (normed.float() * (weight.float() + weight_offset)).to(normed.dtype)
+
+
+def layer_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """float [..., d], weight and bias [d] -> float [..., d]."""
+    wide = as_float32(x)
+    out = library.empty_like(wide)
+    _layer_norm(library, wide, None, weight, bias, eps, out, None)
+    return in_type(out, x.dtype)
+
+
+def add_layer_norm(
+    library: Library,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(layer_norm(x + residual), x + residual)."""
+    wide, wide_residual = as_float32(x), as_float32(residual)
+    out, total = library.empty_like(wide), library.empty_like(wide)
+    _layer_norm(library, wide, wide_residual, weight, bias, eps, out, total)
+    return in_type(out, x.dtype), in_type(total, x.dtype)
+
+
+def _rms_norm(
+    library: Library,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    variance_size: int | None,
+    weight_offset: float,
+    out: torch.Tensor,
+    total: torch.Tensor | None,
+) -> None:
+    width = _width(x, weight, residual)
+    if variance_size is not None and not 0 < variance_size <= width:
+        raise ValueError(f"variance_size must be from 1 to {width}, got {variance_size}")
+    library.call(
+        _RMS,
+        x.data_ptr(),
+        pointer(residual),
+        0 if weight is None else KINDS[weight.dtype],
+        pointer(weight),
+        weight_offset,
+        eps,
+        variance_size or width,
+        out.data_ptr(),
+        pointer(total),
+        x.numel() // width if width else 0,
+        width,
+        torch.get_num_threads(),
+    )
+
+
+def _layer_norm(
+    library: Library,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    total: torch.Tensor | None,
+) -> None:
+    width = _width(x, weight, residual)
+    if bias.dtype != weight.dtype or bias.shape != weight.shape:
+        raise ValueError(f"weight and bias differ: {weight.dtype} {weight.shape}, {bias.dtype} {bias.shape}")
+    library.call(
+        _LAYER,
+        x.data_ptr(),
+        pointer(residual),
+        KINDS[weight.dtype],
+        weight.data_ptr(),
+        bias.data_ptr(),
+        eps,
+        out.data_ptr(),
+        pointer(total),
+        x.numel() // width if width else 0,
+        width,
+        torch.get_num_threads(),
+    )
+
+
+def _width(x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None) -> int:
+    width = x.shape[-1]
+    if weight is not None and weight.shape != (width,):
+        raise ValueError(f"weight has shape {list(weight.shape)}, x {list(x.shape)}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual has shape {list(residual.shape)}, x {list(x.shape)}")
+    return width
+
+
+def gated_rms_norm(
+    library: Library,
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    groups: int = 1,
+    norm_before_gate: bool = False,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """float [..., d], gate of the same shape or None, weight [d] or None (no norm) -> float [..., d]."""
+    check_gated_norm(x, gate, weight, groups, activation)
+    if gate is None and weight is None:
+        return x
+    width = x.shape[-1]
+    (wide, x_stride), (z, gate_stride) = _rows(x), (None, 0) if gate is None else _rows(gate)
+    out = library.empty(*x.shape)
+    library.call(
+        *(_GATED, wide.data_ptr(), x_stride, pointer(z), gate_stride),
+        *(0 if weight is None else KINDS[weight.dtype], pointer(weight), eps, groups),
+        *(norm_before_gate, activation == "sigmoid", out.data_ptr()),
+        *(x.numel() // width if width else 0, width, torch.get_num_threads()),
+    )
+    return in_type(out, x.dtype)
+
+
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(float32, contiguous within a row; the stride between rows): a slice of a GEMM's result is read where it is."""
+    if x.dtype == torch.float32 and x.dim() == 2 and x.stride(1) == 1:
+        return x, x.stride(0)
+    return as_float32(x), x.shape[-1]
+
+
+_ROTARY = KERNELS["llm_rotary"]
+
+
+def rotary_embedding(
+    library: Library,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    head_size: int,
+    is_neox_style: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `kernels.reference.rotary.rotary_embedding`.
+
+    Raises:
+        IndexError: a position is outside the table.
+        ValueError: the numbers of queries, keys and positions differ.
+    """
+    dtype = query.dtype
+    (query, query_stride), (key, key_stride) = _strided_rows(query), _rows(key)
+    (tokens, width), (keys, key_width) = query.shape, key.shape
+    if keys != tokens or positions.shape != (tokens,):
+        raise ValueError(f"{tokens} tokens need as many positions and keys, got {list(positions.shape)}, {keys}")
+    length, rotated = cos_sin_cache.shape
+    query_out, key_out = library.empty(tokens, width), library.empty(tokens, key_width)
+    bad = library.call(
+        _ROTARY,
+        positions.data_ptr(),
+        tokens,
+        cos_sin_cache.data_ptr(),
+        length,
+        rotated // 2,
+        is_neox_style,
+        query.data_ptr(),
+        query_stride,
+        query_out.data_ptr(),
+        width // head_size,
+        key.data_ptr(),
+        key_stride,
+        key_out.data_ptr(),
+        key_width // head_size,
+        head_size,
+        torch.get_num_threads(),
+    )
+    if bad >= 0:
+        raise _no_such_position(positions, bad, length)
+    return in_type(query_out, dtype), in_type(key_out, dtype)
+
+
+def _no_such_position(positions: torch.Tensor, token: int, length: int) -> IndexError:
+    return IndexError(f"positions[{token}] is {int(positions[token])}, the rotary table has {length}")
+
+
+def _strided_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(float32 [N, width], contiguous within a row; the stride between rows)."""
+    x = x if x.dtype == torch.float32 else x.float()
+    between, inside = x.stride()
+    return (x, between) if inside == 1 else (x.contiguous(), x.shape[1])

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from llm.kernels.reference.activation import _require_even
-from llm.kernels.reference.norm import check_gated_norm
+from llm.kernels.reference.elementwise import check_gated_norm
 from llm.kernels.triton.language import rounded, sigmoid, tanh
 from llm.kernels.triton.launch import launch, power_of_two
 
@@ -185,7 +185,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     rounds_first: bool = False,
 ) -> torch.Tensor:
-    """See `kernels/reference/norm.py`."""
+    """See `kernels/reference/elementwise.py`."""
     return _norm(x, None, weight, None, eps, variance_size or x.shape[-1], weight_offset, False, rounds_first)[0]
 
 
@@ -198,19 +198,19 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     rounds_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See `kernels/reference/norm.py`."""
+    """See `kernels/reference/elementwise.py`."""
     return _norm(x, residual, weight, None, eps, variance_size or x.shape[-1], weight_offset, False, rounds_first)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `kernels/reference/norm.py`."""
+    """See `kernels/reference/elementwise.py`."""
     return _norm(x, None, weight, bias, eps, x.shape[-1], 0.0, True)[0]
 
 
 def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See `kernels/reference/norm.py`."""
+    """See `kernels/reference/elementwise.py`."""
     return _norm(x, residual, weight, bias, eps, x.shape[-1], 0.0, True)
 
 
@@ -223,7 +223,7 @@ def gated_rms_norm(
     norm_before_gate: bool = False,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """See `kernels/reference/norm.py`."""
+    """See `kernels/reference/elementwise.py`."""
     check_gated_norm(x, gate, weight, groups, activation)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, size = _rows(x), x.shape[-1] // groups
@@ -283,7 +283,7 @@ def rotary_embedding(
     head_size: int,
     is_neox_style: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels/reference/rotary.py`."""
+    """See `kernels/reference/elementwise.py`."""
     query, key = _rows(query), _rows(key)
     outs = [torch.empty(item.shape, dtype=item.dtype, device=item.device) for item in (query, key)]
     heads, half = query.shape[1] // head_size, cos_sin_cache.shape[1] // 2

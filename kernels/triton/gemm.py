@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from llm.kernels.reference import linear as definition
-from llm.kernels.reference.lora import add_products, check_slots, tokens_of
+from llm.kernels.reference.linear import add_products, check_slots, tokens_of
 from llm.kernels.triton.language import dot, dot_int8, from_float8, int8_codes, nibbles, rounded, whole
 from llm.kernels.triton.launch import KIB, PROGRAMS, Target, launch, power_of_two, side_by_side, target_of
 from llm.kernels.weight import LEAST, LoraTerms, Weight
@@ -753,12 +753,12 @@ def heads_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def lora(y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, terms: LoraTerms) -> torch.Tensor:
-    """See `kernels/reference/lora.py`: a product for each term."""
+    """See `kernels/reference/linear.py`: a product for each term."""
     return _add_terms(y, x.reshape(-1, terms.inputs), slots, terms, linear)
 
 
 def lora_embedding(y: torch.Tensor, token_ids: torch.Tensor, slots: torch.Tensor, terms: LoraTerms) -> torch.Tensor:
-    """See `kernels/reference/lora.py`."""
+    """See `kernels/reference/linear.py`."""
     ids = token_ids.flatten()
     return _add_terms(y, ids, slots, terms, definition.embedding)
 

@@ -13,7 +13,7 @@ from torch import nn
 from llm.forward import ForwardBatch
 from llm.models import decoder as d
 from llm.models.deepseek import sigmoid_experts
-from llm.models.qwen3_next import predicts_second_token
+from llm.models.qwen import predicts_second_token
 
 # Keys for training: how the first weights are drawn, and the types and forms of transformers' own computation.
 TRAINING = (

@@ -40,7 +40,7 @@ from llm.kernels.select import backend_for
 from llm.layers.attention import attention_backend
 from llm.layers.parallel import SINGLE, TensorParallel
 from llm.loading.adapters.folder import AdapterFolder
-from llm.loading.adapters.merge import MergedTensors
+from llm.loading.adapters.targets import MergedTensors
 from llm.loading.checkpoint import Checkpoint
 from llm.loading.gguf.source import GgufSource
 from llm.loading.loader import load_dummy_weights, load_weights, weights_changed

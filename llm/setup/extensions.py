@@ -21,8 +21,7 @@ from llm.config.engine import LLMArgs
 from llm.errors import PluginError, ValidationError
 from llm.forward import StateSpec
 from llm.platforms import is_by_name
-from llm.platforms.interface import Platform, supported_dtypes
-from llm.platforms.vllm_hooks import update_config
+from llm.platforms.interface import Platform, supported_dtypes, update_config
 from llm.plugins import leave_out
 from llm.quantization.base import QuantizationConfig
 

@@ -21,10 +21,9 @@ from llm.config.engine import DTYPES, LLMArgs, SpeculativeConfig
 from llm.engine.boundary import PoolingPlan
 from llm.errors import CheckpointError, UnsupportedModelError, ValidationError, nearest
 from llm.loading.checkpoint import TensorInfo
-from llm.loading.gguf.resolve import resolve_gguf
 from llm.loading.gguf.source import GgufSource
 from llm.loading.quantization import Resolved, requantized, resolve_quantization, without_quantization_keys
-from llm.loading.resolve import resolve_folder
+from llm.loading.resolve import resolve_folder, resolve_gguf
 from llm.loading.source import FolderSource, ModelSource, resolve_overrides
 from llm.models.config_reader import ConfigReader
 from llm.models.decoder import DecoderConfig

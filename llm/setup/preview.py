@@ -31,8 +31,17 @@ from llm.kernels.select import backend_for
 from llm.layers.parallel import TensorParallel
 from llm.loading.checkpoint import HEADER_LIMIT_BYTES, find_index, read_weight_map
 from llm.loading.gguf.container import read_header
-from llm.loading.gguf.resolve import choose_on_hub, find_cached, hub_name_of
-from llm.loading.resolve import cached_folder, explain, hub_files, is_hub_name, resolve_folder, weight_files
+from llm.loading.resolve import (
+    cached_folder,
+    choose_on_hub,
+    explain,
+    find_cached,
+    hub_files,
+    hub_name_of,
+    is_hub_name,
+    resolve_folder,
+    weight_files,
+)
 from llm.loading.sentence_transformers import read_sentence_modules
 from llm.loading.source import FolderSource
 from llm.platforms import Platform, select_platform

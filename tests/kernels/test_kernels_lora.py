@@ -7,8 +7,8 @@ import pytest
 import torch
 from kernel_sets import needs_compiler
 
-from llm.kernels.cpu import library, linear, lora, packed, program
-from llm.kernels.reference import lora as definition
+from llm.kernels.cpu import library, linear, packed, program
+from llm.kernels.reference import linear as definition
 from llm.kernels.reference.linear import pack as plain_pack
 from llm.kernels.weight import LoraTerm, LoraTerms
 
@@ -46,7 +46,7 @@ def of_linear(lib: library.Library, y, x, slots, terms: LoraTerms) -> torch.Tens
     return out
 
 
-OPERATIONS = {False: (lora.lora, definition.lora), True: (lora.lora_embedding, definition.lora_embedding)}
+OPERATIONS = {False: (linear.lora, definition.lora), True: (linear.lora_embedding, definition.lora_embedding)}
 
 
 @pytest.mark.parametrize("is_lookup", [False, True], ids=["linear", "embedding"])
@@ -82,19 +82,19 @@ def test_the_definition_is_the_formula_in_float64() -> None:
 def test_bits_do_not_depend_on_threads_or_order(lib: library.Library) -> None:
     terms = make_terms(lambda values: packed.pack(lib, values))
     y, x, slots = inputs_of(150, False)
-    expected = lora.lora(lib, y.clone(), x, slots, terms)
+    expected = linear.lora(lib, y.clone(), x, slots, terms)
     order = torch.randperm(len(x))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert torch.equal(lora.lora(lib, y[order].clone(), x[order], slots[order], terms), expected[order])
+        assert torch.equal(linear.lora(lib, y[order].clone(), x[order], slots[order], terms), expected[order])
     finally:
         torch.set_num_threads(before)
 
 
 def test_a_bias_is_scaled_too(lib: library.Library) -> None:
     bias = torch.randn(WIDTH)
-    for pack, run in ((plain_pack, definition.lora), (lambda v: packed.pack(lib, v), lambda *a: lora.lora(lib, *a))):
+    for pack, run in ((plain_pack, definition.lora), (lambda v: packed.pack(lib, v), lambda *a: linear.lora(lib, *a))):
         up = pack(torch.zeros(WIDTH, 2))
         object.__setattr__(up, "bias", bias)
         terms = LoraTerms((LoraTerm(1, 0, pack(torch.randn(2, INPUTS)), up, 0.5),), WIDTH)
@@ -107,12 +107,12 @@ def test_a_recorded_call_reads_its_inputs_again(lib: library.Library) -> None:
     y, x, slots = inputs_of(3, False)
     base = y.clone()
     with program.record(lib) as recorded:
-        lora.lora(lib, y, x, slots, terms)
+        linear.lora(lib, y, x, slots, terms)
     y.copy_(base)
     x.copy_(torch.randn(3, INPUTS))
     slots.copy_(torch.tensor([2, 0, 4]))
     assert recorded.run()
-    assert torch.equal(y, lora.lora(lib, base.clone(), x, slots, terms))
+    assert torch.equal(y, linear.lora(lib, base.clone(), x, slots, terms))
 
 
 def test_what_does_not_fit_is_refused(lib: library.Library) -> None:
@@ -121,9 +121,9 @@ def test_what_does_not_fit_is_refused(lib: library.Library) -> None:
     y, x, slots = inputs_of(3, False)
     for wrong in ((y, x[:2], slots), (y, x, slots[:2]), (y[:, :-1], x, slots), (y, x[:, :-1], slots)):
         with pytest.raises(ValueError):
-            lora.lora(lib, *wrong, terms)
+            linear.lora(lib, *wrong, terms)
     with pytest.raises(IndexError, match="19 to 19"):
-        lora.lora_embedding(lib, y[:1], torch.tensor([VOCABULARY]), slots[:1], lookup)
+        linear.lora_embedding(lib, y[:1], torch.tensor([VOCABULARY]), slots[:1], lookup)
     with pytest.raises(IndexError, match="19 to 19"):
         definition.lora_embedding(y[:1], torch.tensor([VOCABULARY]), slots[:1], make_terms(plain_pack, is_lookup=True))
     one = make_terms(plain_pack).terms[0]

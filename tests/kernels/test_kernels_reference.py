@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import Pages, Shape, normal
 
-from llm.kernels.reference import activation, attention, linear, norm, rotary
+from llm.kernels.reference import activation, attention, elementwise, linear
 from llm.layers.norm import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -50,7 +50,7 @@ def rms_norm_64(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
 def test_rms_norm(seed: int, rows: int, width: int, dtype: torch.dtype, size: float) -> None:
     x, weight = normal(seed, rows, width) * size, normal(seed + 1, width).to(dtype)
     before = x.clone()
-    assert_close(norm.rms_norm(x, weight, 1e-5), rms_norm_64(x, weight, 1e-5))
+    assert_close(elementwise.rms_norm(x, weight, 1e-5), rms_norm_64(x, weight, 1e-5))
     assert torch.equal(x, before)
 
 
@@ -75,7 +75,7 @@ def test_layer_norm(seed: int, rows: int, width: int, dtype: torch.dtype) -> Non
     )
     centred = x.double() - x.double().mean(-1, keepdim=True)
     expected = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double() + bias.double()
-    assert_close(norm.layer_norm(x, weight, bias, 1e-5), expected)
+    assert_close(elementwise.layer_norm(x, weight, bias, 1e-5), expected)
 
 
 # Activations
@@ -116,7 +116,7 @@ def test_rotary_is_transformers(seed: int, tokens: int, heads: int, rotated: int
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     x, angles = normal(seed, tokens, heads, rotated + passed), normal(seed + 1, tokens, rotated // 2) * 10
-    actual = rotary.apply_rotary(x, angles.cos(), angles.sin())
+    actual = elementwise.apply_rotary(x, angles.cos(), angles.sin())
     twice = torch.cat((angles, angles), dim=-1).double()
     expected, _ = apply_rotary_pos_emb(
         x[..., :rotated].double(), x[..., :rotated].double(), twice.cos(), twice.sin(), unsqueeze_dim=1
