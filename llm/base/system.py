@@ -167,6 +167,20 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to, which gets its name when the disk has it; removed if that fails."""
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        yield fresh
+        sync(fresh)
+        fresh.replace(path)
+        sync(path.parent)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
 def deletes_open_files() -> bool:
     """Whether a file that is mapped can be deleted, and lives until it is mapped no more."""
     return os.name != "nt"

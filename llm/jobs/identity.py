@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llm.base.system import sync
+from llm.base.system import whole_file
 from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.config.engine import EngineConfig, LLMArgs
@@ -208,11 +208,9 @@ def digest_of(path: Path) -> str:
 def write_finished(output: Path, identity: Mapping[str, object]) -> None:
     """Written before the output appears: no output is without it."""
     path = path_of(output)
-    fresh = path.with_name(f".{path.name}.new")
     try:
-        fresh.write_text(json.dumps({"job": _VERSION, "identity": identity}, indent=1) + "\n", encoding="utf-8")
-        sync(fresh)
-        fresh.replace(path)
+        with whole_file(path) as fresh:
+            fresh.write_text(json.dumps({"job": _VERSION, "identity": identity}, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise JobError(
             f"{path} cannot be written: {error.strerror or error}; the answers are in the journal, so run the job "

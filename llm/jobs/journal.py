@@ -37,7 +37,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from llm import errors
-from llm.base.system import lock, sync
+from llm.base.system import lock, whole_file
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
 from llm.engine.output import PromptState
@@ -128,7 +128,8 @@ class Journal:
         self._buffer: list[bytes] = []
         try:
             if not path.exists():
-                _create(path, encode({"journal": VERSION, "identity": identity}))
+                with whole_file(path) as fresh:
+                    fresh.write_bytes(encode({"journal": VERSION, "identity": identity}))
             self._file: BinaryIO = path.open("r+b", buffering=0)
         except OSError as error:
             raise JobError(f"the journal {path} cannot be written: {error.strerror}; choose another place.") from error
@@ -225,17 +226,6 @@ def _lines(file: BufferedReader) -> Iterator[tuple[int, bytes]]:
     for line in file:
         yield start, line
         start += len(line)
-
-
-def _create(path: Path, header: bytes) -> None:
-    """Make the file with its first line, whole or not at all."""
-    fresh = path.with_name(f".{path.name}.new")
-    with fresh.open("wb") as file:
-        file.write(header)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
-    sync(path.parent)
 
 
 @dataclass(frozen=True)

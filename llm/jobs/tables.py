@@ -25,7 +25,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from llm.base.optional import optional_package
-from llm.base.system import sync
+from llm.base.system import whole_file
 from llm.base.text import clip, quote, show
 from llm.base.types import JsonObject
 from llm.errors import JobError
@@ -255,36 +255,29 @@ class Columns:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, object]], schema: object = None) -> None:
-    """Write a whole file under another name, wait for the disk, and give it its name.
+    """Write a whole file, or none.
 
     Args:
         schema: of Parquet, Arrow's.
     """
-    fresh, suffix = path.with_name(f".{path.name}.new"), suffix_of(path)
+    suffix = suffix_of(path)
     try:
-        if suffix == ".parquet":
-            _write_parquet(fresh, rows, schema)
-        else:
-            (_write_jsonl if suffix == ".jsonl" else _write_csv)(fresh, rows)
-        sync(fresh)
-        fresh.replace(path)
-        sync(path.parent)
+        with whole_file(path) as fresh:
+            if suffix == ".parquet":
+                _write_parquet(fresh, rows, schema)
+            else:
+                (_write_jsonl if suffix == ".jsonl" else _write_csv)(fresh, rows)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
         raise JobError(
             f"{path} cannot be written: {error.strerror or error}; the answers are in the journal, so run the job "
             "again with resume=True when that is repaired."
         ) from error
     except _UNFIT as error:
-        fresh.unlink(missing_ok=True)
         instead = f"{path.stem}.jsonl"
         raise JobError(
             f"{path} cannot hold these rows: {clip(str(error))}. Nothing is lost: give the journal the name "
             f"{instead}.journal, and run the job into {instead} with resume=True."
         ) from error
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
 
 
 def _write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
