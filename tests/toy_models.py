@@ -35,12 +35,11 @@ from llm.models.decoder import (
     LayerConfig,
     LearnedPositions,
     NormConfig,
-    Norms,
     ParallelNorms,
     PartConfig,
     PreNorms,
 )
-from llm.models.decoder.layer import DecoderLayer, OnePart, PreNormLayer, Stream
+from llm.models.decoder.layer import OnePart, PreNormLayer, Stream
 from llm.models.interface import BuildOptions
 
 HIDDEN = 48
@@ -166,26 +165,23 @@ class ThreePartConfig(LayerConfig):
         return {**super().parts, "last": self.last}
 
 
-@dataclass(frozen=True)
-class ThreeNorms(Norms):
-    """Each of three parts in turn, with a norm before it."""
-
-    norm: NormConfig
-
-    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
-        return ThreePartLayer(layer, self.norm, context, prefix)
-
-
 class ThreePartLayer(PreNormLayer):
     last: nn.Module
 
-    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
-        super().__init__(layer, norm, context, prefix)
-        self.last_layernorm = norm.build(context.hidden_size, context)
+    def __init__(self, layer: LayerConfig, norms: ThreeNorms, context: BuildContext, prefix: str) -> None:
+        super().__init__(layer, norms, context, prefix)
+        self.last_layernorm = norms.norm.build(context.hidden_size, context)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         hidden, residual = self.last_layernorm(*super().forward(hidden, residual, batch))
         return self.last(hidden, batch), residual
+
+
+@dataclass(frozen=True)
+class ThreeNorms(PreNorms):
+    """Each of three parts in turn, with a norm before it."""
+
+    layer = ThreePartLayer
 
 
 NORM = NormConfig(1e-3)

@@ -279,7 +279,7 @@ def check_answers(path: Path) -> str:
         (Path(folder) / "empty").mkdir()
         empty = {"PYTHONPATH": str(site), "PATH": "", "CXX": "", "XDG_CACHE_HOME": str(cache), "LLM_CPU_ISA": ""}
         said = run(sys.executable, *FIRST_COMMAND, cwd=Path(folder) / "empty", **empty)
-        doctor = "from llm.kernels.cpu.library import kernel_state; print(kernel_state().text)"
+        doctor = "from llm.kernels.state import kernel_state; print(kernel_state().text)"
         state = run(sys.executable, "-c", doctor, cwd=Path(folder) / "empty", **empty)
         if "installed with the package" not in state or any(cache.rglob("*.so")):
             raise ReleaseError(f"{path.name} does not use its own kernels: {state}")

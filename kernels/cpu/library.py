@@ -2,7 +2,6 @@
 tensors as arguments of its functions.
 
 The library has its own threads (threads.cpp): no OpenMP runtime is linked or called.
-`kernel_state` says for `python -m llm doctor` whether it is compiled, and compiles nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +24,6 @@ from llm.kernels.cpu.signatures import FUNCTIONS, KERNELS, Signature, mismatches
 from llm.kernels.weight import FLOAT_KINDS
 
 ISA_CHOICES = (*build.TARGETS, "none")
-# Measured on SmolLM2-135M in bfloat16, one thread with AVX-512: prompts 3.5 times the CPU time, decode 5.5 to 6.6.
-PYTORCH_IS = "3 to 7 times slower"
 
 # Results of at least _POOLED elements use pooled memory; the pool keeps at most _MOST_FREE free bytes.
 _POOLED = 1 << 18
@@ -182,60 +177,3 @@ def in_type(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def pointer(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
-
-
-@dataclass(frozen=True)
-class KernelState:
-    """`targets`: the instruction sets of this processor, the best last, without those that are slower than the one
-    before them. `todo`: what to do; "": nothing is wrong.
-
-    `is_compiled`: the next model compiles nothing.
-    """
-
-    targets: tuple[str, ...]
-    text: str
-    todo: str = ""
-    is_compiled: bool = True
-
-
-def kernel_state() -> KernelState:
-    """The state of the kernels that the next model would use."""
-    targets = tuple(build.fast_targets())
-    try:
-        isa = requested_isa()
-        if isa == "none":
-            return KernelState(targets, f"LLM_CPU_ISA=none: PyTorch's operations, {PYTORCH_IS}", "unset LLM_CPU_ISA")
-        target, reason = choose_target(isa)
-        if build.packaged_library(target) is not None:
-            return KernelState(targets, f"{target} ({reason}), installed with the package")
-        compiler = build.find_compiler()
-        is_there = build.is_usable(build.cached_library(target, compiler))
-    except (build.BuildError, LLMError, OSError) as error:
-        text = f"not compiled, and they cannot be: PyTorch's operations are used, {PYTORCH_IS}"
-        return KernelState(targets, text, f"{error}")
-    state = "compiled, in the cache" if is_there else "not compiled yet: the first LLM(...) does it, in about a minute"
-    return KernelState(targets, f"{target} ({reason}), {state}; compiler {Path(compiler).name}", "", is_there)
-
-
-def slower_targets() -> list[str]:
-    """The instruction sets of this processor that it computes slower with: they are used where they are asked for."""
-    fast = build.fast_targets()
-    return [target for target in build.supported_targets() if target not in fast]
-
-
-def private_cache() -> Path | None:
-    """The folder of compiled kernels, made if it is missing; None: there is none into which this user alone writes."""
-    try:
-        folder = build.cache_folder()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return folder if system.is_private(os.stat(folder)) else None
-    except (OSError, build.BuildError):
-        return None
-
-
-def is_private(path: Path) -> bool:
-    """True for a file that belongs to this user or root, and into which no other user can write."""
-    try:
-        return system.is_private(os.stat(path))
-    except OSError:
-        return False

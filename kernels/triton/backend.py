@@ -155,7 +155,7 @@ def kernel_names() -> list[str]:
 
 @functools.cache
 def _triton_backend(device: torch.device = CPU, pins: bool = False) -> TritonBackend:
-    from llm.kernels.cpu.library import private_cache
+    from llm.kernels.state import private_cache
     from llm.kernels.triton import check
 
     kernels = {name: kernel(name) for name in kernel_names()}

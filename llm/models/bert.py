@@ -239,25 +239,23 @@ _MODERN_WITHOUT_EFFECT = (
 _POOLING = {"cls": "CLS", "mean": "MEAN"}
 
 
-@dataclass(frozen=True)
-class FirstNorms(d.Norms):
-    """`PreNorms` without the first one: the embedding has just been normalised."""
-
-    norm: d.NormConfig
-
-    def build(self, layer: d.LayerConfig, context: d.BuildContext, prefix: str) -> d.DecoderLayer:
-        return FirstLayer(layer, self.norm, context, prefix)
-
-
 class FirstLayer(d.DecoderLayer):
-    def __init__(self, layer: d.LayerConfig, norm: d.NormConfig, context: d.BuildContext, prefix: str) -> None:
+    def __init__(self, layer: d.LayerConfig, norms: "FirstNorms", context: d.BuildContext, prefix: str) -> None:
         super().__init__(layer, context, prefix)
-        self.post_attention_layernorm = norm.build(context.hidden_size, context)
+        self.post_attention_layernorm = norms.norm.build(context.hidden_size, context)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> d.Stream:
         attended = self.self_attn(hidden, batch)
         hidden, residual = self.post_attention_layernorm(attended, hidden)
         return self.mlp(hidden, batch), residual
+
+
+@dataclass(frozen=True)
+class FirstNorms(d.Norms):
+    """`PreNorms` without the first one: the embedding has just been normalised."""
+
+    layer = FirstLayer
+    norm: d.NormConfig
 
 
 class ModernBertModel(EncoderModel):

@@ -275,18 +275,6 @@ class Projections(Patchable):
         return self._ops.rms_norm(ones, None, 1e-30, x.shape[1])[:, -1:]
 
 
-@dataclass(frozen=True)
-class Gemma3nNorms(d.Norms):
-    """`laurel_rank`: of the two matrices of LAuReL; `per_layer_size`: channels of the layer's embedding."""
-
-    altup: AltUpConfig
-    laurel_rank: int
-    per_layer_size: int
-
-    def build(self, layer: d.LayerConfig, context: d.BuildContext, prefix: str) -> d.DecoderLayer:
-        return Gemma3nLayer(layer, self, context, prefix)
-
-
 class Laurel(Patchable):
     """Learned augmented residual layer: x + norm(right(left(x)))."""
 
@@ -303,7 +291,7 @@ class Laurel(Patchable):
 
 class Gemma3nLayer(d.PreAndPostNormLayer):
     def __init__(self, layer: d.LayerConfig, norms: Gemma3nNorms, context: d.BuildContext, prefix: str) -> None:
-        super().__init__(layer, norms.altup.norm, context, prefix)
+        super().__init__(layer, d.PreAndPostNorms(norms.altup.norm), context, prefix)
         self.altup = AltUp(norms.altup, context, f"{prefix}.altup")
         self.laurel = Laurel(norms, context, f"{prefix}.laurel")
         self.per_layer = PerLayerGate(
@@ -333,6 +321,16 @@ class Gemma3nLayer(d.PreAndPostNormLayer):
             streams = [streams[0], *(stream + own for stream in streams[1:])]
         found = torch.cat(streams, dim=-1)
         return found, torch.zeros_like(found)
+
+
+@dataclass(frozen=True)
+class Gemma3nNorms(d.Norms):
+    """`laurel_rank`: of the two matrices of LAuReL; `per_layer_size`: channels of the layer's embedding."""
+
+    layer = Gemma3nLayer
+    altup: AltUpConfig
+    laurel_rank: int
+    per_layer_size: int
 
 
 _LAYER = "model.layers.*"

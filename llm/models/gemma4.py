@@ -103,24 +103,11 @@ class Gemma4LayerConfig(d.LayerConfig):
         return super().parts if self.moe is None else {**super().parts, "moe": self.moe}
 
 
-@dataclass(frozen=True)
-class Gemma4Norms(d.Norms):
-    """Attributes:
-    per_layer_size: channels of the layer's embedding of each token; 0: it has none.
-    """
-
-    norm: d.NormConfig
-    per_layer_size: int
-
-    def build(self, layer: d.LayerConfig, context: d.BuildContext, prefix: str) -> d.DecoderLayer:
-        return Gemma4Layer(layer, self, context, prefix)
-
-
 class Gemma4Layer(d.PreAndPostNormLayer):
     moe: nn.Module
 
-    def __init__(self, layer: d.LayerConfig, norms: Gemma4Norms, context: d.BuildContext, prefix: str) -> None:
-        super().__init__(layer, norms.norm, context, prefix)
+    def __init__(self, layer: d.LayerConfig, norms: "Gemma4Norms", context: d.BuildContext, prefix: str) -> None:
+        super().__init__(layer, d.PreAndPostNorms(norms.norm), context, prefix)
         self.has_experts = "moe" in layer.parts
         if self.has_experts:
             for name in ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"):
@@ -153,6 +140,17 @@ class Gemma4Layer(d.PreAndPostNormLayer):
             stream = stream + self.per_layer(stream, inputs)
         stream = self.layer_scalar(stream)
         return stream, torch.zeros_like(stream)
+
+
+@dataclass(frozen=True)
+class Gemma4Norms(d.Norms):
+    """Attributes:
+    per_layer_size: channels of the layer's embedding of each token; 0: it has none.
+    """
+
+    layer = Gemma4Layer
+    norm: d.NormConfig
+    per_layer_size: int
 
 
 _LAYER = "model.layers.*"

@@ -212,23 +212,11 @@ class SideBySide(d.LayerConfig):
         return {"mamba": self.mamba, **super().parts}
 
 
-@dataclass(frozen=True)
-class ScaledSums(d.Norms):
-    """x + mamba(norm(x)) + attention(norm(x)), each with constants on what goes in and comes out; then the MLP."""
-
-    norm: d.NormConfig
-    mamba: tuple[float, float]
-    attention: tuple[float, float]
-
-    def build(self, layer: d.LayerConfig, context: d.BuildContext, prefix: str) -> d.DecoderLayer:
-        return SideBySideLayer(layer, self, context, prefix)
-
-
 class SideBySideLayer(d.PreNormLayer):
     mamba: nn.Module
 
-    def __init__(self, layer: d.LayerConfig, norms: ScaledSums, context: d.BuildContext, prefix: str) -> None:
-        super().__init__(layer, norms.norm, context, prefix)
+    def __init__(self, layer: d.LayerConfig, norms: "ScaledSums", context: d.BuildContext, prefix: str) -> None:
+        super().__init__(layer, norms, context, prefix)
         self.norms = norms
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> d.Stream:
@@ -238,6 +226,15 @@ class SideBySideLayer(d.PreNormLayer):
         hidden = states + getattr(self, self.mixer_name)(hidden * before, batch) * after
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden, batch), residual
+
+
+@dataclass(frozen=True)
+class ScaledSums(d.PreNorms):
+    """x + mamba(norm(x)) + attention(norm(x)), each with constants on what goes in and comes out; then the MLP."""
+
+    layer = SideBySideLayer
+    mamba: tuple[float, float]
+    attention: tuple[float, float]
 
 
 class FalconH1ForCausalLM(d.DecoderForCausalLM):

@@ -189,33 +189,31 @@ class SharedBlockLayer(d.LayerConfig):
         return {"shared_transformer": self.shared, **super().parts}
 
 
-@dataclass(frozen=True)
-class SharedBefore(d.Norms):
-    """x + mixer(norm(x + linear(block(x))))."""
-
-    norm: d.NormConfig
-
-    def build(self, layer: d.LayerConfig, context: d.BuildContext, prefix: str) -> d.DecoderLayer:
-        return SharedBeforeLayer(layer, self.norm, context, prefix)
-
-
 class SharedBeforeLayer(d.DecoderLayer):
     shared_transformer: SharedBlock | LaterUse
 
-    def __init__(self, layer: d.LayerConfig, norm: d.NormConfig, context: d.BuildContext, prefix: str) -> None:
+    def __init__(self, layer: d.LayerConfig, norms: "SharedBefore", context: d.BuildContext, prefix: str) -> None:
         super().__init__(layer, context, prefix)
         if not isinstance(layer, SharedBlockLayer):
             raise TypeError("a layer with a shared block is a SharedBlockLayer")
         self.use = layer.shared.use
         hidden = context.hidden_size
         self.linear = ReplicatedLinear(hidden, hidden, bias=False, prefix=f"{prefix}.linear", **context.linear)
-        self.input_layernorm = norm.build(hidden, context)
+        self.input_layernorm = norms.norm.build(hidden, context)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> d.Stream:
         stream = hidden if residual is None else hidden + residual
         added = self.linear(self.shared_transformer(stream, batch, self.use))
         normed, _ = self.input_layernorm(added, stream)
         return getattr(self, self.mixer_name)(normed, batch), stream
+
+
+@dataclass(frozen=True)
+class SharedBefore(d.Norms):
+    """x + mixer(norm(x + linear(block(x))))."""
+
+    layer = SharedBeforeLayer
+    norm: d.NormConfig
 
 
 class SharedBlocksForCausalLM(d.DecoderForCausalLM):

@@ -23,7 +23,7 @@ from llm.base import conflict, system
 from llm.config import env
 from llm.config.engine import GIB
 from llm.errors import LLMError, ValidationError
-from llm.kernels.cpu.library import kernel_state, slower_targets
+from llm.kernels.state import kernel_state, slower_targets
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.limits import cpu_quota
 from llm.tools.bench.machine import CpuWatch

@@ -10,8 +10,9 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -64,10 +65,16 @@ class MixerLayer(LayerConfig):
 
 
 class Norms:
-    """The norms of a layer and their arrangement; frozen dataclasses derive from it."""
+    """The norms of a layer and their arrangement; frozen dataclasses derive from it.
+
+    Attributes:
+        layer: makes the layer of (its config, the norms, the context, its path).
+    """
+
+    layer: ClassVar[Callable[..., DecoderLayer]]
 
     def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
-        raise NotImplementedError
+        return type(self).layer(layer, self, context, prefix)
 
 
 class DecoderLayer(Patchable):
@@ -94,21 +101,11 @@ class DecoderLayer(Patchable):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class PreNorms(Norms):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    norm: NormConfig
-
-    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
-        return PreNormLayer(layer, self.norm, context, prefix)
-
-
 class PreNormLayer(DecoderLayer):
-    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
+    def __init__(self, layer: LayerConfig, norms: PreNorms, context: BuildContext, prefix: str) -> None:
         super().__init__(layer, context, prefix)
-        self.input_layernorm = norm.build(context.hidden_size, context)
-        self.post_attention_layernorm = norm.build(context.hidden_size, context)
+        self.input_layernorm = norms.norm.build(context.hidden_size, context)
+        self.post_attention_layernorm = norms.norm.build(context.hidden_size, context)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         hidden, residual = add_norm(self.input_layernorm, hidden, residual)
@@ -118,20 +115,18 @@ class PreNormLayer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class OnePart(Norms):
-    """x + part(norm(x)): a layer of one part, whichever it is."""
+class PreNorms(Norms):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
 
+    layer: ClassVar[Callable[..., DecoderLayer]] = PreNormLayer
     norm: NormConfig
-
-    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
-        return OnePartLayer(layer, self.norm, context, prefix)
 
 
 class OnePartLayer(DecoderLayer):
-    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
+    def __init__(self, layer: LayerConfig, norms: OnePart, context: BuildContext, prefix: str) -> None:
         super().__init__(layer, context, prefix)
         (self.mixer_name,) = layer.parts
-        self.input_layernorm = norm.build(context.hidden_size, context)
+        self.input_layernorm = norms.norm.build(context.hidden_size, context)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         hidden, residual = add_norm(self.input_layernorm, hidden, residual)
@@ -139,19 +134,16 @@ class OnePartLayer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class ScaledPreNorms(Norms):
-    """`PreNorms` where the output of each part is multiplied by a constant."""
+class OnePart(Norms):
+    """x + part(norm(x)): a layer of one part, whichever it is."""
 
+    layer = OnePartLayer
     norm: NormConfig
-    multiplier: float
-
-    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
-        return ScaledPreNormLayer(layer, self, context, prefix)
 
 
 class ScaledPreNormLayer(PreNormLayer):
     def __init__(self, layer: LayerConfig, norms: ScaledPreNorms, context: BuildContext, prefix: str) -> None:
-        super().__init__(layer, norms.norm, context, prefix)
+        super().__init__(layer, norms, context, prefix)
         self.multiplier = norms.multiplier
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
@@ -162,20 +154,18 @@ class ScaledPreNormLayer(PreNormLayer):
 
 
 @dataclass(frozen=True)
-class PostNorms(Norms):
-    """x + norm(attention(x)), then x + norm(mlp(x))."""
+class ScaledPreNorms(PreNorms):
+    """`PreNorms` where the output of each part is multiplied by a constant."""
 
-    norm: NormConfig
-
-    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
-        return PostNormLayer(layer, self.norm, context, prefix)
+    layer = ScaledPreNormLayer
+    multiplier: float
 
 
 class PostNormLayer(DecoderLayer):
-    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
+    def __init__(self, layer: LayerConfig, norms: PostNorms, context: BuildContext, prefix: str) -> None:
         super().__init__(layer, context, prefix)
-        self.post_attention_layernorm = norm.build(context.hidden_size, context)
-        self.post_feedforward_layernorm = norm.build(context.hidden_size, context)
+        self.post_attention_layernorm = norms.norm.build(context.hidden_size, context)
+        self.post_feedforward_layernorm = norms.norm.build(context.hidden_size, context)
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         residual = hidden if residual is None else hidden + residual
@@ -184,18 +174,11 @@ class PostNormLayer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class ParallelNorms(Norms):
-    """Parallel residual: x + attention(norm(x)) + mlp(norm(x)).
+class PostNorms(Norms):
+    """x + norm(attention(x)), then x + norm(mlp(x))."""
 
-    Attributes:
-        mlp_has_norm: the MLP has its own norm; False: both read the output of one norm.
-    """
-
+    layer = PostNormLayer
     norm: NormConfig
-    mlp_has_norm: bool = False
-
-    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
-        return ParallelNormLayer(layer, self, context, prefix)
 
 
 class ParallelNormLayer(DecoderLayer):
@@ -213,26 +196,47 @@ class ParallelNormLayer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class NormedSums(Norms):
-    """The first transformers: x = norm(x + attention(x)), then norm(x + mlp(x)); the norms are in the stream."""
+class ParallelNorms(Norms):
+    """Parallel residual: x + attention(norm(x)) + mlp(norm(x)).
 
+    Attributes:
+        mlp_has_norm: the MLP has its own norm; False: both read the output of one norm.
+    """
+
+    layer = ParallelNormLayer
     norm: NormConfig
-
-    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
-        return NormedSumLayer(layer, self.norm, context, prefix)
+    mlp_has_norm: bool = False
 
 
-class NormedSumLayer(DecoderLayer):
-    def __init__(self, layer: LayerConfig, norm: NormConfig, context: BuildContext, prefix: str) -> None:
-        super().__init__(layer, context, prefix)
-        self.input_layernorm = norm.build(context.hidden_size, context)
-        self.post_attention_layernorm = norm.build(context.hidden_size, context)
-
+class NormedSumLayer(PreNormLayer):
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
         stream = hidden if residual is None else hidden + residual
         stream, _ = add_norm(self.input_layernorm, self.self_attn(stream, batch), stream)
         stream, _ = add_norm(self.post_attention_layernorm, self.mlp(stream, batch), stream)
         return stream, None
+
+
+@dataclass(frozen=True)
+class NormedSums(PreNorms):
+    """The first transformers: x = norm(x + attention(x)), then norm(x + mlp(x)); the norms are in the stream."""
+
+    layer = NormedSumLayer
+
+
+class PreAndPostNormLayer(DecoderLayer):
+    def __init__(self, layer: LayerConfig, norms: PreAndPostNorms, context: BuildContext, prefix: str) -> None:
+        super().__init__(layer, context, prefix)
+        before, size = norms.norm, context.hidden_size
+        self.input_layernorm = before.build(size, context)
+        self.post_attention_layernorm = (norms.after_attention or before).build(size, context)
+        self.pre_feedforward_layernorm = before.build(size, context)
+        self.post_feedforward_layernorm = (norms.after_mlp or before).build(size, context)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
+        hidden, residual = add_norm(self.input_layernorm, hidden, residual)
+        hidden = self.post_attention_layernorm(self.self_attn(hidden, batch))
+        hidden, residual = self.pre_feedforward_layernorm(hidden, residual)
+        return self.post_feedforward_layernorm(self.mlp(hidden, batch)), residual
 
 
 @dataclass(frozen=True)
@@ -243,32 +247,7 @@ class PreAndPostNorms(Norms):
         after_attention, after_mlp: the norms behind the parts, where these are other ones; None: `norm`.
     """
 
+    layer = PreAndPostNormLayer
     norm: NormConfig
     after_attention: NormConfig | None = None
     after_mlp: NormConfig | None = None
-
-    def build(self, layer: LayerConfig, context: BuildContext, prefix: str) -> DecoderLayer:
-        return PreAndPostNormLayer(layer, self.norm, context, prefix, self.after_attention, self.after_mlp)
-
-
-class PreAndPostNormLayer(DecoderLayer):
-    def __init__(
-        self,
-        layer: LayerConfig,
-        norm: NormConfig,
-        context: BuildContext,
-        prefix: str,
-        after_attention: NormConfig | None = None,
-        after_mlp: NormConfig | None = None,
-    ) -> None:
-        super().__init__(layer, context, prefix)
-        self.input_layernorm = norm.build(context.hidden_size, context)
-        self.post_attention_layernorm = (after_attention or norm).build(context.hidden_size, context)
-        self.pre_feedforward_layernorm = norm.build(context.hidden_size, context)
-        self.post_feedforward_layernorm = (after_mlp or norm).build(context.hidden_size, context)
-
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Stream:
-        hidden, residual = add_norm(self.input_layernorm, hidden, residual)
-        hidden = self.post_attention_layernorm(self.self_attn(hidden, batch))
-        hidden, residual = self.pre_feedforward_layernorm(hidden, residual)
-        return self.post_feedforward_layernorm(self.mlp(hidden, batch)), residual

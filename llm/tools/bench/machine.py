@@ -23,8 +23,8 @@ from llm.base import system
 from llm.base.types import JsonObject
 from llm.engine.boundary import Rates
 from llm.kernels.backend import Backend
-from llm.kernels.cpu.library import is_private, private_cache
 from llm.kernels.select import backend_for
+from llm.kernels.state import is_private, private_cache
 from llm.kernels.weight import Weight
 from llm.platforms import select_platform
 from llm.runner.inspection import ModelCost
