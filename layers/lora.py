@@ -1,7 +1,7 @@
 """What adapters add to the results of linear layers, embedding tables and LM heads.
 
-A layer has `LayerAdapters` while adapters are enabled; through `AdapterRows` the runner tells all of them which rows
-have which adapter. Which adapters are loaded is `llm.runner.adapters`'s.
+A layer has `LayerAdapters` while adapters are enabled; through `AdapterRows` all of them learn from the runner
+which rows have which adapter. Which adapters are loaded is `llm.runner.adapters`'s.
 """
 
 from __future__ import annotations

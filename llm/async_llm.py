@@ -3,8 +3,8 @@
 Tokenizing, steps and decoding run in the thread; event loops only hand over requests and take outputs. What may take
 longer than a step, long prompts and what constrains answers, is read by other threads beside the steps: no request
 waits until another's is read. An output is made when its caller has taken the last one, so that a slow caller gets
-fewer and longer ones; and where many callers are told at each of many short steps, not at every step, so that telling,
-and what callers do when they are told, take a small share of the time. Beginnings and ends are told at once.
+fewer and longer ones; and where many callers wait for many short steps, not at every step, so that handing outputs
+over, and what callers do with them, take a small share of the time. Beginnings and ends are handed over at once.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from llm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from llm.pooling_params import PoolingParams
 from llm.sampling_params import RequestOutputKind, SamplingParams
 
-# Between two steps that tell what is new pass this many times what telling took, here and in the threads of callers,
-# which have the same GIL, if it was told to more than a few; and at most so many seconds.
+# Between two steps that hand outputs over pass this many times what that took, here and in the threads of callers,
+# which have the same GIL, if there were more than a few; and at most so many seconds.
 _PAUSE = 24.0
 _LONGEST_PAUSE = 0.1
 _FEW = 4
@@ -416,7 +416,7 @@ class EngineThread:
         # Requests in the engine, by the callers' ids.
         self._live: dict[str, Call] = {}
         self._tell_at = 0.0  # what is neither a beginning nor an end
-        self._hearing = 0.0  # seconds that callers took when many were told; their event loops write it
+        self._hearing = 0.0  # seconds that many callers took with their outputs; their event loops write it
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Queue requests, which start in one step if there is room; long ones when they have been read."""
@@ -546,7 +546,7 @@ class EngineThread:
             self._admit(call, engine)
 
     def _admit(self, call: Call, engine: Engine) -> None:
-        """Tokenize and queue a prompt. What is wrong with it is told to its caller alone."""
+        """Tokenize and queue a prompt. What is wrong with it is its caller's error alone."""
         self._reading.pop(call, None)
         if call not in self._waiting:  # a failure has ended it, or its caller
             return
@@ -650,7 +650,7 @@ class EngineThread:
             self._tell_at = now + min(_LONGEST_PAUSE, _PAUSE * (now - started + self._hearing))
 
     def _heard(self, seconds: float) -> None:
-        """An event loop has told its callers, who took so long."""
+        """The callers of an event loop took so long with their outputs."""
         self._hearing = seconds
 
     def _fail(self, error: BaseException) -> None:

@@ -293,7 +293,7 @@ class ForwardBatch:
         token_types: int64 [N], 1 in the second text of a pair, else 0; None: no row is pooled.
         images: the tokens that stand for pictures; None: the step has none.
         extensions: what a plugin's runner adds for its own layers.
-        taps: hidden states [N, hidden] between layers, which a forward appends if the model is told to.
+        taps: hidden states [N, hidden] between layers, which a forward appends where layers are tapped.
         inside: what looks inside the model in this step; None: nothing does.
     """
 

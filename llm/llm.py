@@ -279,7 +279,7 @@ class LLM:
         if prefix_cache is not None:
             from llm.prefix_cache import load_cache_into, read_manifest
 
-            read_manifest(prefix_cache)  # what is wrong with it is told before the model is loaded
+            read_manifest(prefix_cache)  # refused before the model is loaded
         built = build_engine(self._args)
         self._engine = built.engine
         self._default_params = built.default_params
@@ -929,7 +929,7 @@ class LLM:
         """transformers' float32 model beside this one, at every token of some texts; imports transformers.
 
         Where quantization, dtype or the KV cache's type round more than float32 does, the model is opened once more
-        without them, so that the report tells what they explain. Memory holds transformers' model beside this one.
+        without them, so that the report shows what they explain. Memory holds transformers' model beside this one.
 
         Args:
             texts: a few hundred tokens are enough.

@@ -1,6 +1,6 @@
 """`LLMEngine`: an `LLM` that is driven step by step, request by request, as vLLM's engine of that name.
 
-It keeps which requests were added; `llm.calls.stream` says what each has told so far.
+It keeps which requests were added; `llm.calls.stream` what each has returned so far.
 """
 
 from __future__ import annotations

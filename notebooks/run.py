@@ -1,6 +1,6 @@
 """Run the notebooks and store them with what their cells show: `python notebooks/run.py [NAME ...]`.
 
-Owns the stored form. A notebook records the digest of the sources that its outputs are of, so that a test can tell when
+A notebook records the digest of the sources that its outputs are of, so that a test can tell when
 they are out of date. Paths of the checkout are shown as `offline-llm`.
 """
 

@@ -30,7 +30,7 @@ class QuantizeMethodBase(Counted, ABC):
         scheme: the arithmetic, e.g. "W8A8_DYNAMIC"; "" for unquantized.
         source: what chose it, e.g. "quant_model_description.json".
         reason: why this layer got it, in a few words.
-        summary: what `llm.config` tells of it, which says so for all layers of which it is the same; "": nothing.
+        summary: what `llm.config` says of it, which says so for all layers of which it is the same; "": nothing.
         kernel: what computes it, e.g. "cpu kernel avx512_vnni" or "PyTorch"; "" if unknown.
         invariant: True if the bits of a token do not depend on the rest of the batch; see `EngineConfig.invariant`.
     """
@@ -184,7 +184,7 @@ class QuantizationConfig(ABC):
         packed_modules_mapping: fused module name -> the checkpoint's names; set from the model class.
         file_decides: a file of `get_config_filenames` counts for more than config.json's `quantization_config`.
         static_cache: the quantized KV cache whose scales the checkpoint has; None: it has none.
-        summary: what `llm.config` tells of all layers; "": nothing.
+        summary: what `llm.config` says of all layers; "": nothing.
     """
 
     packed_modules_mapping: Mapping[str, list[str]] = {}

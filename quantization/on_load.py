@@ -487,7 +487,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERT = re.compile(r"\.experts\.\d+(?=\.)")
 # The last part of the path of what makes queries, keys or values, alone or together.
 _ATTENDS = re.compile(r"(.*_)?(q|k|v|qkv|kv|qk|query|key|value)(_.*)?|c_attn|wqkv", re.IGNORECASE)
-# Of what writes to the stream: after attention, and after a wider layer, which is told by its shape too.
+# Of what writes to the stream: after attention, and after a wider layer, which its shape shows too.
 _AFTER_ATTENTION = re.compile(r"o_proj|out_proj|c_proj|dense|wo", re.IGNORECASE)
 _DOWN = re.compile(r"down_proj|w2|fc2|fc_out|dense_4h_to_h", re.IGNORECASE)
 # Of the blocks, those whose writing layers come first, from both ends.

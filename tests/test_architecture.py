@@ -1,6 +1,6 @@
 """The rules the whole package keeps, read from its source by `ast`: which way imports point, and what never appears.
 
-Owns the table of floors. A new file that no entry covers fails until it is placed. Every rule has a negative control.
+A new file that no entry of the table of floors covers fails until it is placed. Every rule has a negative control.
 """
 
 from __future__ import annotations

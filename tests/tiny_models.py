@@ -1,6 +1,6 @@
 """Tiny random checkpoints, one per row of `TINY_MODELS`: what every family is tested on.
 
-Owns the table, the random weights, and transformers' side of every comparison. No tests.
+The table, the random weights, and transformers' side of every comparison.
 
 A new family is one line: the name of its transformers config class and keyword arguments that are small and odd, and
 that cross the thresholds that matter (a window, an original context length) within the prompts' `lengths`.

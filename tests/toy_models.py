@@ -1,6 +1,6 @@
 """Decoders made of parts that no family here has: what the parts of `llm.models.decoder` must leave room for.
 
-Owns the parts, the ways of joining them, the checkpoints and their registration. A toy computes with plain PyTorch, one
+A toy computes with plain PyTorch, one
 token at a time, by operations that round an element alike whatever is beside it: its bits depend on nothing else.
 """
 

@@ -5,7 +5,7 @@
     python tests/versions.py lowest --torch 2.13.0   # PyTorch at this version
     python tests/versions.py lowest --list           # what would be installed
 
-Owns no tests, and the table of docs/howto/install.md: each run writes what passed into its row. Installs into a virtual
+Each run writes what passed into its row of the table of docs/howto/install.md. Installs into a virtual
 environment of its own, which is deleted afterwards. Tools of development (pytest, ruff, mypy and the like) are the
 newest in both.
 """

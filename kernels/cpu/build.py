@@ -131,7 +131,7 @@ def wheel_targets(wanted: str) -> list[str]:
 def read_cpu_flags() -> set[str]:
     """The processor features this process can use, by Linux's names, and the processor's vendor.
 
-    Elsewhere than on Linux as PyTorch tells them. Empty if it is neither x86-64 nor aarch64.
+    Elsewhere than on Linux as PyTorch has them. Empty if it is neither x86-64 nor aarch64.
     """
     path = Path("/proc/cpuinfo")
     if platform.machine().lower() not in _X86 | _ARM:

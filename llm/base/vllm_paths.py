@@ -1,8 +1,8 @@
 """The paths under which code for vLLM imports what is defined elsewhere here, with `llm` for `vllm`.
 
 `PATHS` says which module has which names, and from where they come; modules of these paths are made when they are
-imported, and look a name up when it is asked for. What vLLM has at a path and this package has not is told in a
-sentence (`NAMES`, `MODULES`). Type checkers read the `.pyi` files of those paths that vLLM's documents name; a test
+imported, and look a name up when it is asked for. What vLLM has at a path and this package has not is refused in
+a sentence (`NAMES`, `MODULES`). Type checkers read the `.pyi` files of those paths that vLLM's documents name; a test
 holds them to the table.
 """
 

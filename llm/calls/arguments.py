@@ -86,7 +86,7 @@ def with_inside(params: P, capture: object, interventions: object, default: Call
     if isinstance(given, Sequence) and all(isinstance(item, SamplingParams) for item in given):
         known = {id(item): _with_args(item, own) for item in given}
         return cast(P, [known[id(item)] for item in given])
-    return params  # the caller is told what is wrong with them
+    return params  # the caller refuses them
 
 
 def _with_args(params: SamplingParams, own: Mapping[str, object]) -> SamplingParams:

@@ -216,7 +216,7 @@ def prompt_batches(
     capture: Captures,
     interventions: Interventions,
 ) -> Iterator[list[Entry]]:
-    """The prompts of an iterable, tokenized in batches; what is wrong with an argument is told at once."""
+    """The prompts of an iterable, tokenized in batches; a wrong argument is refused at once."""
     check_choice("on_error", on_error, ("raise", "return"))
     check_choice("on_too_long", on_too_long, ON_TOO_LONG)
     params = _params_of(sampling_params)

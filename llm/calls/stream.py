@@ -1,5 +1,4 @@
-"""Answers that are told while they are generated: the streams of `LLM`, and what `AsyncLLM` and `LLMEngine` tell of a
-request after a step.
+"""Answers while they are generated: the streams of `LLM`, and the outputs of `AsyncLLM` and `LLMEngine` after a step.
 
 Between two pieces a stream is suspended and other calls may run; if the caller leaves it early, its request is dropped.
 """
@@ -27,14 +26,14 @@ Reading = Callable[[RequestOutput], None]
 
 @dataclass
 class OngoingRequest:
-    """A request, and how much of each of its completions was told: by `kind` all of the answer so far, what is new of
-    it, or all of it once it has ended.
+    """A request, and how much of each of its completions was returned: by `kind` all of the answer so far, what is new
+    of it, or all of it once it has ended.
 
     Attributes:
         read: what reads the whole of it, and what is certain of a part; None: nothing does.
         texts: what streaming has of each completion.
         given: tokens and characters of each that outputs have had.
-        has_begun: nothing but an end has to be told at once.
+        has_begun: of what follows, only the end is returned at once.
     """
 
     state: PromptState
@@ -75,7 +74,7 @@ class OngoingRequest:
         return any(completion.request.num_output_tokens > tokens for completion, (tokens, _) in pairs)
 
     def _advance(self, index: int, own: CompletionOutput) -> None:
-        """Make a completion what is to be told of it."""
+        """Cut a completion to what is to be returned of it."""
         pieces = self.state.completions[index].pieces
         self.texts[index] += "".join(pieces)
         pieces.clear()

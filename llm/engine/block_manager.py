@@ -48,7 +48,7 @@ class BlockPool:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self.by_hash: dict[bytes, int] = {}
         self.content: dict[int, tuple[bytes, bytes]] = {}  # block -> (hash, tokens)
-        # Told the hash of each block that leaves the prefix cache.
+        # Called with the hash of each block that leaves the prefix cache.
         self.on_forget: Callable[[bytes], None] = lambda digest: None
 
     def allocate(self, count: int) -> list[int]:

@@ -146,7 +146,7 @@ class Loaded:
 
     Attributes:
         varies: why answers may depend on the batch although the kernels are batch-invariant; None: they do not.
-        held: what is told of how weights are held; "": nothing.
+        held: what `llm.config` says of how weights are held; "": nothing.
         seconds: time per phase, in order.
         offloaded: where the weights are, if a file has some of them; "": all are in memory.
         shared_bytes: of weights that other processes have in the same memory.

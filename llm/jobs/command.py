@@ -92,7 +92,7 @@ def _run(args: argparse.Namespace) -> int:
         row_params=args.row_params,
         image_column=args.image_column,
     )
-    JobFiles.of(args.input, args.output, options)  # wrong paths are told before the model is loaded
+    JobFiles.of(args.input, args.output, options)  # wrong paths are refused before the model is loaded
     runner, convert = _TASKS[args.task]
     engine = {"runner": runner, "convert": convert, "enable_lora": bool(modules or args.lora)}
     with LLM(EMBEDDED_MODEL if args.model is None else args.model, **{**engine, **engine_arguments(args)}) as llm:

@@ -523,7 +523,7 @@ def run_job(
     lora_modules: Mapping[str, str | Path] | None,
     lora_request: LoRARequest | None,
 ) -> JobSummary:
-    """Check the whole input, then run what is left to do. Adapters that cannot be used are told before any work starts.
+    """Check the whole input, then run what is left to do. Adapters that cannot be used are refused first.
 
     Raises:
         JobError, ValidationError: a file, a row's form or an argument is wrong.

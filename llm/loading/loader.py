@@ -302,7 +302,7 @@ def _check_complete(
 ) -> None:
     """Set `elements_loaded` of every parameter; raise `CheckpointError` unless each was filled exactly once.
 
-    `unfilled` tells what of a parameter is missing.
+    `unfilled` says what of a parameter is missing.
     """
     for name, parameter in parameters.items():
         parameter.elements_loaded = filled[name]  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ A GGUF file is named by its path, by a folder that holds GGUF files alone, and o
 `org/name/file.gguf` or `org/name` of a model that has one GGUF file and no safetensors.
 
 All network access of the package is here, which happens only for a hub name that the cache cannot serve.
-huggingface_hub is imported only to resolve a hub name. Does not read the folder's files. What cannot be loaded is told
+huggingface_hub is imported only to resolve a hub name. Does not read the folder's files. What cannot be loaded is said
 in the second halves of sentences; who refuses, and why, is beside each check.
 """
 

@@ -72,7 +72,7 @@ class ModelAdapters:
             check_switchable(folder, pairs, self._config.max_lora_rank)
             for pair in pairs:
                 self._targets.find(folder, pair)
-                folder.matrices(pair)  # values that are not finite are told before any work starts
+                folder.matrices(pair)  # values that are not finite are refused before any work starts
             digest = folder.digest()
         self._checked[path] = stamp, digest
         return digest

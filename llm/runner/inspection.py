@@ -153,7 +153,7 @@ def what_varies(model: nn.Module) -> str | None:
 
 
 def held_otherwise(model: nn.Module, config: QuantizationConfig | None) -> str:
-    """What `llm.config` tells of how weights are held: which of them in another form than others; "" for nothing."""
+    """What `llm.config` says of how weights are held: which of them in another form than others; "" for nothing."""
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     stored = dict.fromkeys(method.stored_as for method in methods if isinstance(method, AbsorbedLinearMethod))
     schemes = ", ".join(filter(None, stored))

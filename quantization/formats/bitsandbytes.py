@@ -163,7 +163,7 @@ class FourBitStorage(WeightStorage):
             )
         q = torch.cat([state.values(parts["weight"]) for state, parts in zip(states, loaded, strict=True)])
         scale = torch.cat([state.scales(parts, group) for state, parts in zip(states, loaded, strict=True)])
-        # Rows by head are told apart here, where they are unpacked.
+        # Rows by head are sorted here, where they are unpacked.
         restacked: Callable[[torch.Tensor, int], torch.Tensor] | None = getattr(layer, "restacked", None)
         if self._together and restacked is not None:
             q, scale = restacked(q, 0), restacked(scale, 0)

@@ -1,6 +1,6 @@
 """llama.cpp as a contestant, in an interpreter that has llama-cpp-python.
 
-Owns `LlamaCpp`, for `rival_child.py`, and the command that `bench_experts.py` and `bench_gguf.py` start: its argument
+`LlamaCpp` is for `rival_child.py`, and the command that `bench_experts.py` and `bench_gguf.py` start: its argument
 is JSON. Calls the C functions, because the package's `Llama` computes one sequence at a time. This file imports nothing
 of offline-llm.
 """

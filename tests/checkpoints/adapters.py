@@ -1,6 +1,6 @@
 """Adapters in PEFT's layout, random, for tests; and transformers' model with the same sums in its weights.
 
-Owns writing the folders. `tests/loading/peft_adapters.py` compares with PEFT itself.
+`tests/loading/peft_adapters.py` compares with PEFT itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tiny random models whose hidden states are pooled, and the files that sentence-transformers writes beside them.
 
-Owns the folders and transformers' side of every comparison. The files are written by hand, as versions 2 to 6 of that
+And transformers' side of every comparison. The files are written by hand, as versions 2 to 6 of that
 package document them; `python tests/models/sentence_oracle.py` holds the package itself against ours. No tests.
 """
 

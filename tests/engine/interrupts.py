@@ -8,7 +8,7 @@ interrupted must be a beginning of what an uninterrupted call gives, of `generat
 must be idle afterwards, with every block of its KV cache free. After every tenth interrupt, and at the end, a whole
 call must give the same answers.
 
-Owns the command. Exits 1 if something differs.
+Exits 1 if something differs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A model runner in another process, behind a pipe: what a worker of another machine would be.
 
-Owns the pipe and its two ends. Every method of the boundary is a message (name, arguments) and its answer, pickled.
+Every method of the boundary is a message (name, arguments) and its answer, pickled.
 One process serves any number of runners, one after the other or side by side.
 """
 

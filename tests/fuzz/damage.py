@@ -1,6 +1,6 @@
 """What a seed changes in a model: a value of a JSON file, the header of a safetensors file, a field of a GGUF file.
 
-Owns the odd values and the three ways to put them in. Sums and lengths around a value are not mended: a reader must
+Odd values, and three ways to put them in. Sums and lengths around a value are not mended: a reader must
 bear that, too. `folders.py` opens what comes out.
 """
 

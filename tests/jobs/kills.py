@@ -8,7 +8,7 @@ its journal is torn afterwards, as by a power failure. Then it is resumed. At th
 that of a run that nothing interrupted, and no answer that was in the journal may have changed or gone, unless it was
 torn off. Rows: n > 1, a grammar, logprobs, errors, prompts that are too long, short and long answers.
 
-Owns the command and the functions that `test_jobs.py` calls for a few moments. Exits 1 if an output differs.
+`test_jobs.py` calls its functions for a few moments. Exits 1 if an output differs.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ that users run, without the registers and the speed: layout, loops, edges, and e
 
 The libraries for aarch64 are compiled for it and run in another process under qemu-user (remote.py).
 
-Owns the emulated libraries, kept in a folder of the user's cache, and the pytest plugin that puts them in the place of
-the compiled ones. AVX2 and FMA are the processor's own. Too slow for CI: some minutes for each target.
+The emulated libraries are kept in a folder of the user's cache; a pytest plugin puts them in the place of the compiled
+ones. AVX2 and FMA are the processor's own. Too slow for CI: some minutes for each target.
 """
 
 from __future__ import annotations

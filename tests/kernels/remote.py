@@ -1,7 +1,7 @@
 """Kernels compiled for aarch64, called from this x86-64 process: a program under qemu-user runs them on copies of the
 tensors.
 
-Owns `RemoteLibrary`, a `Library` whose calls travel through a pipe to remote.cpp with the memory they point to, and
+`RemoteLibrary` is a `Library` whose calls travel through a pipe to remote.cpp with the memory they point to, and
 compiling for aarch64. On Debian: `apt-get install g++-aarch64-linux-gnu qemu-user-static`.
 """
 

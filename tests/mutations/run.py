@@ -5,7 +5,7 @@
     python tests/mutations/run.py --jobs 4
     python tests/mutations/run.py --record killed.txt    # stopped and started again, it goes on where it was
 
-Owns the command and its report; the defects are in the `*.mutants` files beside it, whose form `catalogue.py` states.
+The defects are in the `*.mutants` files beside it, whose form `catalogue.py` states.
 A defect is killed if its tests fail, run out of time or crash. Tests that fail without a defect prove nothing, so each
 selection is first run on the clean tree; `--no-baseline` leaves that out. Exits 1 if a defect survived or was not run.
 Nothing is written to the tree itself. Linux and macOS: each run is a fork of a process that has imported torch.

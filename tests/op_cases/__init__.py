@@ -1,6 +1,6 @@
 """What the walk over the registry (test_ops.py) knows about each operation: how to build it, feed it and judge it.
 
-Owns the table `CASES`, keyed by registered name. A reference is transformers' or torch's own module in float64 where
+`CASES` is keyed by registered name. A reference is transformers' or torch's own module in float64 where
 there is one (named in its docstring or its body), else the formula written here in float64, independently of the code
 under test. References get the inputs and read the parameters in float64, so the only difference left is ours: float32
 arithmetic and one rounding to the type of the input.

@@ -1,6 +1,6 @@
 """The persistent batch tells processors the truth: its `BatchUpdate`s, replayed, give the rows it really has.
 
-Owns the model of the batch that the documentation of the interface describes, and its negative controls.
+Here is the model of the batch that the documentation of the interface describes, and its negative controls.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A proposer belongs to the runner and lives in its process. It may have weights a
 model), read the hidden states that the step has just computed (multi-token prediction, EAGLE), or look at the tokens
 only (n-grams, the forced tokens of a grammar). Its drafts leave as plain data in `RunnerOutput.draft_token_ids`. The
 scheduler plans as many of them as budget, length and free KV blocks allow, and the next step verifies those. Drafts
-change no answer, only the number of steps. How many tokens to draft for which row is up to the proposer; it is told how
-many were accepted.
+change no answer, only the number of steps. How many tokens to draft for which row is up to the proposer, which learns
+how many were accepted.
 
 A step, as a proposer sees it:
  1. `update(plan)` before the forward: which rows left the batch, which came or were resumed;

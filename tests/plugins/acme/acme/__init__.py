@@ -1,6 +1,6 @@
 """offline-llm on the Acme One: the smallest plugin that uses every part of the contract (see `llm.plugins`).
 
-Owns the two entry points. Neither imports torch: a platform that is not chosen should cost nothing.
+Neither of the two entry points imports torch: a platform that is not chosen should cost nothing.
 """
 
 from __future__ import annotations
