@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -215,8 +216,8 @@ def draw_on_device(
             continue
         own, highest = (select_logit_rows(part, logit_rows, backend) for part in (logits, largest))
         shares, numbers = (backend.upload(part[logit_rows].astype(wide)) for part in (top_p, uniform))
-        cuts = backend.upload(top_k[logit_rows]), shares, numbers, int(top_k[logit_rows].max())
-        found, mask = draw(own, highest, *cuts, backend)
+        cut = _Cut(highest, backend.upload(top_k[logit_rows]), shares, numbers, int(top_k[logit_rows].max()))
+        found, mask = draw(own, cut, backend)
         place = backend.upload(logit_rows)
         tokens.index_copy_(0, place, found)
         if kept is not None:
@@ -224,18 +225,21 @@ def draw_on_device(
     return tokens, kept
 
 
-def _draw_top(
-    logits: torch.Tensor,
-    largest: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    uniform: torch.Tensor,
-    most: int,
-    backend: Backend,
-) -> tuple[torch.Tensor, torch.Tensor]:
+class _Cut(NamedTuple):
+    """How logit rows are drawn: their largest logits, cuts and uniform numbers, [n] each; `most`: the largest top_k."""
+
+    largest: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    uniform: torch.Tensor
+    most: int
+
+
+def _draw_top(logits: torch.Tensor, cut: _Cut, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
     """Logit rows with a top_k. Up to `_TOPK_LIMIT` candidates are in order of likelihood, more in order of id."""
-    values, ids = backend.ops.top_k(logits, most)
-    rank = torch.arange(most, device=logits.device)
+    top_k, top_p, uniform = cut.top_k, cut.top_p, cut.uniform
+    values, ids = backend.ops.top_k(logits, cut.most)
+    rank = torch.arange(cut.most, device=logits.device)
     weights = (values - values[:, :1]).to(uniform.dtype).exp()
     weights = torch.where(rank < top_k[:, None], weights, 0.0)
     cumulative = weights.cumsum(dim=-1)
@@ -243,40 +247,24 @@ def _draw_top(
     weights = torch.where(kept, weights, 0.0)
     few = ids.gather(1, draw_in_order(weights, uniform)[:, None]).squeeze(1)
     mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, kept)
-    if most <= _TOPK_LIMIT:
+    if cut.most <= _TOPK_LIMIT:
         return few, mask
     mass = torch.zeros_like(logits, dtype=uniform.dtype).scatter_(1, ids, weights)
     return torch.where(top_k <= _TOPK_LIMIT, few, draw_in_order(mass, uniform)), mask
 
 
-def _draw_share(
-    logits: torch.Tensor,
-    largest: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    uniform: torch.Tensor,
-    most: int,
-    backend: Backend,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_share(logits: torch.Tensor, cut: _Cut, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
     """Logit rows with top_p and no top_k."""
-    tokens, edges = backend.ops.draw_nucleus(logits, largest, top_p, uniform)
+    tokens, edges = backend.ops.draw_nucleus(logits, cut.largest, cut.top_p, cut.uniform)
     edge = logits.gather(1, edges[:, None])
     before = torch.arange(logits.shape[1], device=logits.device) <= edges[:, None]
     return tokens, (logits > edge) | ((logits == edge) & before)
 
 
-def _draw_all(
-    logits: torch.Tensor,
-    largest: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    uniform: torch.Tensor,
-    most: int,
-    backend: Backend,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_all(logits: torch.Tensor, cut: _Cut, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
     """Logit rows without a cut."""
-    mass = (logits - largest[:, None]).exp_().to(uniform.dtype)
-    return draw_in_order(mass, uniform), torch.ones_like(logits, dtype=torch.bool)
+    mass = (logits - cut.largest[:, None]).exp_().to(cut.uniform.dtype)
+    return draw_in_order(mass, cut.uniform), torch.ones_like(logits, dtype=torch.bool)
 
 
 _MULTIPLIER = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))

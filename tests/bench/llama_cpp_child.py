@@ -1,7 +1,7 @@
 """llama.cpp as a contestant, in an interpreter that has llama-cpp-python.
 
-`LlamaCpp` is for `rival_child.py`, and the command that `bench_experts.py` and `bench_gguf.py` start: its argument
-is JSON. Calls the C functions, because the package's `Llama` computes one sequence at a time. This file imports nothing
+`LlamaCpp` is for `rival_child.py`; `bench_experts.py` and `bench_gguf.py` start the command, whose argument is JSON.
+Calls the C functions, because the package's `Llama` computes one sequence at a time. This file imports nothing
 of offline-llm.
 """
 

@@ -1,8 +1,8 @@
 """Kernels compiled for aarch64, called from this x86-64 process: a program under qemu-user runs them on copies of the
 tensors.
 
-`RemoteLibrary` is a `Library` whose calls travel through a pipe to remote.cpp with the memory they point to, and
-compiling for aarch64. On Debian: `apt-get install g++-aarch64-linux-gnu qemu-user-static`.
+`RemoteLibrary` is a `Library` whose calls travel through a pipe to remote.cpp with the memory they point to.
+It compiles for aarch64. On Debian: `apt-get install g++-aarch64-linux-gnu qemu-user-static`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     python tests/mutations/random_defects.py --seed 1 -k kernels/cpu --suffix .cpp
     python tests/mutations/random_defects.py --seed 1 --record drawn.txt        # stopped, it goes on where it was
 
-A defect is drawn: first a line, then one change of it (an operator, a comparison, a number, a condition, a
+A line is drawn, then one change of it (an operator, a comparison, a number, a condition, a
 statement or an argument left out). The same seed draws the same defects from the same sources. Docstrings, messages,
 annotations, logging and `__repr__` are left as they are.
 
