@@ -288,14 +288,24 @@ class Speed:
     decode: float
 
 
-def score_texts(llm: LLM, texts: Sequence[str]) -> TextScores:
-    """Score each text by itself; a text longer than the model's context is scored in windows."""
+def windows_of(llm: LLM, texts: Sequence[str], purpose: str) -> list[list[int]]:
+    """The token ids of each text, in windows that the model's context has room for; `purpose`: of the tokens.
+
+    Raises:
+        ValidationError: there is no window of two tokens.
+    """
     limit = llm.config.model_config.max_model_len - 1
     encoded = llm._preprocessor.token_ids(texts, "texts")
     windows = [ids[start : start + limit] for ids in encoded for start in range(0, len(ids), limit)]
     windows = [ids for ids in windows if len(ids) > 1]
     if not windows:
-        raise ValidationError("the texts have no token to score.", parameter="texts", value=len(texts))
+        raise ValidationError(f"the texts have no token to {purpose}.", parameter="texts", value=len(texts))
+    return windows
+
+
+def score_texts(llm: LLM, texts: Sequence[str]) -> TextScores:
+    """Score each text by itself; a text longer than the model's context is scored in windows."""
+    windows = windows_of(llm, texts, "score")
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in windows], params, use_tqdm=False)
     losses: list[float] = []

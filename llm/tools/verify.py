@@ -20,6 +20,7 @@ from llm.errors import OutOfMemoryError, ValidationError
 from llm.outputs import RequestOutput
 from llm.platforms import select_platform
 from llm.sampling_params import SamplingParams
+from llm.tools.quantization_report import windows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -136,13 +137,7 @@ def _settings(llm: LLM) -> tuple[str, ...]:
 def _windows(llm: LLM, texts: Sequence[str]) -> list[list[int]]:
     if isinstance(texts, str):
         raise ValidationError("texts is one text, pass a list of texts.", parameter="texts", value=texts)
-    limit = llm.config.model_config.max_model_len - 1
-    encoded = llm._preprocessor.token_ids(texts, "texts")
-    windows = [ids[start : start + limit] for ids in encoded for start in range(0, len(ids), limit)]
-    windows = [ids for ids in windows if len(ids) > 1]
-    if not windows:
-        raise ValidationError("the texts have no token to compare.", parameter="texts", value=len(texts))
-    return windows
+    return windows_of(llm, texts, "compare")
 
 
 def _scored(llm: LLM, windows: Sequence[list[int]]) -> list[list[_Position]]:
