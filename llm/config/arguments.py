@@ -42,12 +42,12 @@ class Argument:
     harmless: tuple[object, ...] = ()
 
 
-def _honoured(*names: str) -> dict[str, Argument]:
-    return {name: Argument("honoured", "") for name in names}
+def _honoured(names: str) -> dict[str, Argument]:
+    return {name: Argument("honoured", "") for name in names.split()}
 
 
-def _accepted(note: str, *names: str) -> dict[str, Argument]:
-    return {name: Argument("accepted", note) for name in names}
+def _accepted(note: str, names: str) -> dict[str, Argument]:
+    return {name: Argument("accepted", note) for name in names.split()}
 
 
 def _refused(note: str, **harmless: object) -> dict[str, Argument]:
@@ -63,34 +63,24 @@ _UNSET: tuple[object, ...] = (None, {})
 _GROUPS: tuple[dict[str, Argument], ...] = (
     # --- Parameters of our LLM; device, devices, calibration, requantize, num_threads, offload_weights, merge_lora,
     # prefix_cache and verbose are not vLLM's.
-    _honoured("model", "tokenizer", "revision", "hf_overrides", "load_format", "skip_tokenizer_init", "chat_template"),
+    _honoured("model tokenizer revision hf_overrides load_format skip_tokenizer_init chat_template"),
     _honoured(
-        "dtype",
-        "quantization",
-        "device",
-        "compilation_config",
-        "enforce_eager",
-        "logits_processors",
-        "generation_config",
-        "override_generation_config",
-        "reasoning_config",
-        "speculative_config",
+        """dtype quantization device compilation_config enforce_eager logits_processors generation_config
+        override_generation_config reasoning_config speculative_config""",
     ),
-    _honoured(
-        "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "max_logprobs", "logprobs_mode", "seed"
-    ),
-    _honoured("kv_cache_memory_bytes", "kv_cache_dtype", "enable_prefix_caching", "enable_chunked_prefill"),
+    _honoured("max_model_len max_num_seqs max_num_batched_tokens block_size max_logprobs logprobs_mode seed"),
+    _honoured("kv_cache_memory_bytes kv_cache_dtype enable_prefix_caching enable_chunked_prefill"),
     _honoured("mamba_block_size"),
-    _honoured("model_impl", "use_tqdm_on_load", "calibration", "requantize"),
-    _honoured("data_parallel_size", "devices"),
-    _honoured("num_threads", "offload_weights", "verbose", "runner", "convert", "pooler_config"),
+    _honoured("model_impl use_tqdm_on_load calibration requantize"),
+    _honoured("data_parallel_size devices"),
+    _honoured("num_threads offload_weights verbose runner convert pooler_config"),
     _accepted("`RequestOutput.metrics`, `stats()` and `get_metrics()` are always there.", "disable_log_stats"),
     # --- Where the model and its tokenizer come from. --------------------------------------------------------------
-    _accepted("code from a model folder is never run, whatever the value.", "trust_remote_code", "code_revision"),
+    _accepted("code from a model folder is never run, whatever the value.", "trust_remote_code code_revision"),
     _accepted(
         "safetensors files are memory-mapped and read in one stream, and PyTorch files are not loaded at all.",
-        *("safetensors_load_strategy", "safetensors_prefetch_num_threads", "safetensors_prefetch_block_size"),
-        *("model_loader_extra_config", "pt_load_map_location", "max_parallel_loading_workers"),
+        """safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
+        model_loader_extra_config pt_load_map_location max_parallel_loading_workers""",
     ),
     _refused("only Hugging Face's config format is read; leave it at 'auto'.", config_format=("auto", "hf")),
     _refused(
@@ -164,52 +154,46 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
         spec_model=None,
         spec_tokens=None,
     ),
-    _accepted(
-        "RequestOutput.metrics always counts drafted and accepted tokens.",
-        "per_request_spec_decode_metrics",
-    ),
+    _accepted("RequestOutput.metrics always counts drafted and accepted tokens.", "per_request_spec_decode_metrics"),
     _accepted(
         "the chat template says how a reply marks its reasoning, and LLM.chat reads it out.",
-        "reasoning_parser",
-        "reasoning_parser_plugin",
+        "reasoning_parser reasoning_parser_plugin",
     ),
     # --- Adapters. -------------------------------------------------------------------------------------------------
-    _honoured("enable_lora", "max_loras", "max_lora_rank", "merge_lora", "prefix_cache"),
+    _honoured("enable_lora max_loras max_lora_rank merge_lora prefix_cache"),
     _honoured("profiler_config"),
     _accepted("adapters are kept in the memory that they compute in, max_loras of them.", "max_cpu_loras"),
     _accepted(
         "it changes how a GPU computes adapters, not what.",
-        *("fully_sharded_loras", "specialize_active_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
-        *("enable_tower_connector_lora", "max_lora_cls_labels"),
+        """fully_sharded_loras specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras
+        enable_tower_connector_lora max_lora_cls_labels""",
     ),
     _refused("an adapter is kept in the type that it is stored in; leave it at 'auto'.", lora_dtype="auto"),
     _refused("an adapter changes the modules that it has tensors for; leave it out.", lora_target_modules=None),
     _refused("adapters are chosen per row; pass lora_request.", default_mm_loras=_UNSET),
     # --- Images. Audio and video are refused where a prompt carries some. ------------------------------------------
-    _honoured("limit_mm_per_prompt", "allowed_local_media_path", "mm_processor_kwargs"),
+    _honoured("limit_mm_per_prompt allowed_local_media_path mm_processor_kwargs"),
     _refused("the language model always runs; use a library for image encoders.", mm_encoder_only=False),
     _refused("there are no input and output plugins; convert data in your own code.", io_processor_plugin=None),
     _accepted(
         "a vision tower is read when the first image comes, pictures are processed in threads of this process, and "
         "nothing is fetched from a network.",
-        *("allowed_media_domains", "language_model_only"),
-        *("enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs"),
-        *("mm_processor_cache_gb", "mm_processor_cache_type", "mm_hasher_algorithm"),
-        *("mm_shm_cache_max_object_size_mb", "mm_encoder_tp_mode", "mm_encoder_attn_backend"),
-        *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_encoder_fp8_scale_save_path"),
-        *("mm_encoder_fp8_scale_save_margin", "mm_tensor_ipc", "mm_processor_device", "mm_ipc_gpu_memory_gb"),
-        *("mm_device_do_normalize", "skip_mm_profiling", "video_pruning_rate", "video_pruning_method"),
-        *("disable_chunked_mm_input", "enable_mm_processor_stats", "ec_manager_config", "renderer_num_workers"),
-        "enable_shm_tensor_arena",
+        """allowed_media_domains language_model_only enable_mm_embeds interleave_mm_strings media_io_kwargs
+        mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb
+        mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+        mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin mm_tensor_ipc mm_processor_device
+        mm_ipc_gpu_memory_gb mm_device_do_normalize skip_mm_profiling video_pruning_rate video_pruning_method
+        disable_chunked_mm_input enable_mm_processor_stats ec_manager_config renderer_num_workers
+        enable_shm_tensor_arena""",
     ),
     # --- Memory. ---------------------------------------------------------------------------------------------------
     _accepted(
         "the KV cache is sized from the memory that is free; set kv_cache_memory_bytes to size it yourself.",
-        *("gpu_memory_utilization", "num_gpu_blocks_override"),
+        "gpu_memory_utilization num_gpu_blocks_override",
     ),
     _accepted(
         "a sequence that loses its blocks is computed again, so nothing is swapped or offloaded.",
-        *("kv_offloading_size", "kv_offloading_backend", "swap_space"),
+        "kv_offloading_size kv_offloading_backend swap_space",
     ),
     _refused(
         "weights stay on one device; use quantization to make them fit, or device='cpu' with offload_weights.",
@@ -220,50 +204,45 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     _accepted(
         "no weights go from one device to another, so how makes no difference.",
-        *("offload_backend", "offload_num_in_group", "offload_prefetch_step"),
+        "offload_backend offload_num_in_group offload_prefetch_step",
     ),
     _accepted("sleep() and wake_up() need no setting.", "enable_sleep_mode"),
     _accepted(
         "memory is the platform's allocator's, awake or asleep.",
-        *("sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names", "enable_cumem_allocator"),
-        "enable_nccl_comm_suspend",
+        "sleep_mode_offload_cudagraph sleep_preserve_parameter_names enable_cumem_allocator enable_nccl_comm_suspend",
     ),
     _accepted(
         "prefix blocks are hashed with SHA-256, their tokens compared on a hit, the least recently used dropped first.",
-        *("prefix_caching_hash_algo", "prefix_cache_retention_interval", "prefix_match_unit", "swa_bounded_replay"),
+        "prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit swa_bounded_replay",
     ),
     _accepted(
         "each group of layers manages the cache that its model declares.",
-        *("disable_hybrid_kv_cache_manager", "kv_sharing_fast_prefill", "mamba_cache_mode"),
-        *("enable_mamba_shared_prefix_checkpoint", "replayssm_buffer_len", "use_replayssm"),
+        """disable_hybrid_kv_cache_manager kv_sharing_fast_prefill mamba_cache_mode
+        enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm""",
     ),
     # --- Scheduling: the order of the work, never the answers. -----------------------------------------------------
     _accepted(
         _SCHEDULING,
-        *("max_num_active_seqs", "max_num_scheduled_tokens", "long_prefill_token_threshold"),
-        *("long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl", "prefill_schedule_interval"),
-        "watermark",
+        """max_num_active_seqs max_num_scheduled_tokens long_prefill_token_threshold
+        long_prefill_token_threshold_adaptive scheduler_reserve_full_isl prefill_schedule_interval watermark""",
     ),
     _honoured("async_scheduling"),
-    _accepted(_SCHEDULING, "num_scheduler_steps", "use_v2_block_manager"),
-    _accepted(
-        "a call runs all of its prompts and has no queue to limit.", "max_num_queued_reqs", "max_num_queued_tokens"
-    ),
+    _accepted(_SCHEDULING, "num_scheduler_steps use_v2_block_manager"),
+    _accepted("a call runs all of its prompts and has no queue to limit.", "max_num_queued_reqs max_num_queued_tokens"),
     _accepted("LLM.stream yields text as it comes, and LLM.generate yields none before the end.", "stream_interval"),
     _honoured("scheduling_policy"),
     _refused("the scheduler cannot be replaced; set max_num_seqs and max_num_batched_tokens.", scheduler_cls=None),
     # --- Kernels and compilation. ----------------------------------------------------------------------------------
     _accepted(
         "no graph is captured and nothing is compiled ahead of time.",
-        *("cudagraph_capture_sizes", "max_cudagraph_capture_size", "max_seq_len_to_capture"),
-        *("optimization_level", "performance_mode", "enable_flashinfer_autotune"),
-        *("jit_monitor_mode", "jit_monitor_verbose"),
+        """cudagraph_capture_sizes max_cudagraph_capture_size max_seq_len_to_capture optimization_level performance_mode
+        enable_flashinfer_autotune jit_monitor_mode jit_monitor_verbose""",
     ),
     _accepted(
         "the platform chooses the kernels, and compilation_config can ask for plain PyTorch in their place.",
-        *("attention_backend", "moe_backend", "linear_backend", "sparse_indexer_topk_backend", "mamba_backend"),
-        *("mamba_ssu_algorithm", "mamba_cache_philox_rounds", "gdn_prefill_backend", "kda_prefill_backend"),
-        *("kda_decode_backend", "disable_cascade_attn", "ir_op_priority", "kernel_config"),
+        """attention_backend moe_backend linear_backend sparse_indexer_topk_backend mamba_backend mamba_ssu_algorithm
+        mamba_cache_philox_rounds gdn_prefill_backend kda_prefill_backend kda_decode_backend disable_cascade_attn
+        ir_op_priority kernel_config""",
     ),
     # --- More than one device, more than one process. --------------------------------------------------------------
     _honoured("tensor_parallel_size"),
@@ -299,27 +278,25 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     ),
     _accepted(
         "it concerns several devices or processes, and there is one of each.",
-        *("master_addr", "master_port", "distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
-        *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend", "data_parallel_hybrid_lb"),
-        *("data_parallel_external_lb", "data_parallel_multi_port_external_lb", "dp_sync_interval"),
-        *("disable_nccl_for_dp_synchronization", "disable_custom_all_reduce", "all2all_backend"),
-        *("dcp_comm_backend", "dcp_q_replicate", "dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size"),
-        *("enable_ep_weight_filter", "expert_placement_strategy", "enable_eplb"),
-        *("eplb_config", "enable_elastic_ep", "elastic_ep_max_dp_size", "enable_hc_sp"),
-        *("enable_batch_sharded_sampling", "enable_dbo", "ubatch_size", "dbo_decode_token_threshold"),
-        *("dbo_prefill_token_threshold", "enable_fault_tolerance", "fault_tolerance_config", "shutdown_timeout"),
-        *("_api_process_count", "_api_process_rank"),
+        """master_addr master_port distributed_timeout_seconds cpu_distributed_timeout_seconds data_parallel_address
+        data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb
+        data_parallel_multi_port_external_lb dp_sync_interval disable_nccl_for_dp_synchronization
+        disable_custom_all_reduce all2all_backend dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size
+        cp_kv_cache_interleave_size enable_ep_weight_filter expert_placement_strategy enable_eplb eplb_config
+        enable_elastic_ep elastic_ep_max_dp_size enable_hc_sp enable_batch_sharded_sampling enable_dbo ubatch_size
+        dbo_decode_token_threshold dbo_prefill_token_threshold enable_fault_tolerance fault_tolerance_config
+        shutdown_timeout _api_process_count _api_process_rank""",
     ),
     _accepted(
         "devices='all' gives each NUMA node a replica; one process binds nothing, start Python under numactl to do so.",
-        *("numa_bind", "numa_bind_nodes", "numa_bind_cpus"),
+        "numa_bind numa_bind_nodes numa_bind_cpus",
     ),
     # --- Logs, metrics, traces. ------------------------------------------------------------------------------------
     _accepted(
         "LLM.stats(), get_metrics() and RequestOutput.metrics always count; nothing is logged.",
-        *("aggregate_engine_logging", "enable_logging_iteration_details", "log_level"),
-        *("log_config_file", "logging_config", "show_hidden_metrics_for_version", "custom_histogram_buckets"),
-        *("kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics", "enable_mfu_metrics"),
+        """aggregate_engine_logging enable_logging_iteration_details log_level log_config_file logging_config
+        show_hidden_metrics_for_version custom_histogram_buckets kv_cache_metrics kv_cache_metrics_sample
+        cudagraph_metrics enable_mfu_metrics""",
     ),
     _accepted("it names the model for requests over HTTP: `python -m llm serve` takes it.", "served_model_name"),
     _accepted("environment variables are always checked.", "fail_on_environ_validation"),

@@ -70,13 +70,7 @@ class ReadModel:
 def read_model(args: LLMArgs, chosen: Implementation | None = None) -> ReadModel:
     """Read config.json and the weights' headers; no tensor is read. `chosen`: None: by config.json."""
     has_weights = args.load_format != "dummy"
-    source = _find_source(args, has_weights)
-    source = source.with_overrides(resolve_overrides(args.hf_overrides, source.config()))
-    raw = source.config()
-    quantization = resolve_quantization(args.quantization, args.calibration, source.folder, raw)
-    if args.requantize is not None:
-        quantization = requantized(quantization, args.requantize)
-    reader = ConfigReader(without_quantization_keys(raw, quantization))
+    source, quantization, reader = _read_config(args, _find_source(args, has_weights))
     purpose = choose_purpose(args, reader, source)
     pools, is_gguf = purpose.runner == "pooling", isinstance(source, GgufSource)
     chosen = chosen or choose_implementation(reader, args.model_impl, is_gguf=is_gguf, pools=pools)
@@ -105,6 +99,16 @@ def read_model(args: LLMArgs, chosen: Implementation | None = None) -> ReadModel
     )
 
 
+def _read_config(args: LLMArgs, source: ModelSource) -> tuple[ModelSource, Resolved, ConfigReader]:
+    """(the source with `hf_overrides`, its quantization, the reader of its config.json without that)."""
+    source = source.with_overrides(resolve_overrides(args.hf_overrides, source.config()))
+    raw = source.config()
+    quantization = resolve_quantization(args.quantization, args.calibration, source.folder, raw)
+    if args.requantize is not None:
+        quantization = requantized(quantization, args.requantize)
+    return source, quantization, ConfigReader(without_quantization_keys(raw, quantization))
+
+
 def _find_source(args: LLMArgs, has_weights: bool) -> ModelSource:
     """A GGUF file where `model` names one, else a folder."""
     file = resolve_gguf(args.model, args.revision)
@@ -122,13 +126,7 @@ def _find_source(args: LLMArgs, has_weights: bool) -> ModelSource:
 
 def check_supported(args: LLMArgs, folder: Path) -> None:
     """Refuse what config.json alone shows to be impossible: before the weights of a hub model are downloaded."""
-    source: ModelSource = FolderSource(folder)
-    source = source.with_overrides(resolve_overrides(args.hf_overrides, source.config()))
-    raw = source.config()
-    quantization = resolve_quantization(args.quantization, args.calibration, folder, raw)
-    if args.requantize is not None:
-        quantization = requantized(quantization, args.requantize)
-    reader = ConfigReader(without_quantization_keys(raw, quantization))
+    source, _, reader = _read_config(args, FolderSource(folder))
     purpose = choose_purpose(args, reader, source)
     chosen = choose_implementation(reader, args.model_impl, is_gguf=False, pools=purpose.runner == "pooling")
     chosen.model_class.read_config(reader)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,8 @@ def config_of(header: Header) -> JsonObject:
     with_experts = WITH_EXPERTS.get(family.architecture) if metadata.get("expert_count") else None
     _refuse_others(metadata, family, with_experts is not None)
     config = _common(metadata, family, header) | _biases(header, family)
-    config |= _OF_FAMILY.get(family.model_type, _nothing)(metadata)
+    if family.model_type in _OF_FAMILY:
+        config |= _OF_FAMILY[family.model_type](metadata)
     config |= _rope(metadata, header, config) | _token_ids(header.metadata)
     return config if with_experts is None else with_experts(metadata, config)
 
@@ -98,7 +100,7 @@ def _refuse_others(metadata: Metadata, family: Family, has_experts: bool) -> Non
 def _common(metadata: Metadata, family: Family, header: Header) -> JsonObject:
     heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
     head_dim = metadata.integer("attention.key_length", hidden // heads if heads > 0 else 0)
-    is_latent = metadata.get("attention.kv_lora_rank") is not None  # whose sizes `experts.py` reads
+    is_latent = metadata.get("attention.kv_lora_rank") is not None  # whose sizes `_deepseek` reads
     if not is_latent and metadata.integer("attention.value_length", head_dim) != head_dim:
         raise metadata.error("attention.value_length", metadata.get("attention.value_length"), "the key_length")
     return {
@@ -163,14 +165,6 @@ def _biases(header: Header, family: Family) -> JsonObject:
     return {key: True for key, given in zip(keys, (header.attention_bias, header.mlp_bias), strict=False) if given}
 
 
-def _nothing(metadata: Metadata) -> JsonObject:
-    return {}
-
-
-def _gemma(metadata: Metadata) -> JsonObject:
-    return {"hidden_activation": "gelu_pytorch_tanh"}
-
-
 def _lfm2(metadata: Metadata) -> JsonObject:
     heads = metadata.of_layers("attention.head_count_kv")
     return {
@@ -207,23 +201,9 @@ def _olmo2(metadata: Metadata) -> JsonObject:
     return {"model_type": "olmo3", "sliding_window": window, "layer_types": pattern}
 
 
-def _starcoder2(metadata: Metadata) -> JsonObject:
-    """The files say no window, and llama.cpp computes none."""
-    return _layer_norm(metadata, "norm_epsilon")
-
-
-def _phi2(metadata: Metadata) -> JsonObject:
-    return _layer_norm(metadata, "layer_norm_eps")
-
-
 def _layer_norm(metadata: Metadata, key: str) -> JsonObject:
     """`key`: what config.json calls the epsilon of a LayerNorm."""
     return {"rms_norm_eps": None, key: metadata.number("attention.layer_norm_epsilon", 1e-5)}
-
-
-def _windowed(metadata: Metadata) -> JsonObject:
-    window = metadata.integer("attention.sliding_window", 0)
-    return {"sliding_window": window or None}
 
 
 def _gemma2(metadata: Metadata) -> JsonObject:
@@ -270,10 +250,6 @@ def _qwen2(metadata: Metadata, config: JsonObject) -> JsonObject:
             "expert_shared_feed_forward_length", config["intermediate_size"]
         )
     }
-
-
-def _qwen3(metadata: Metadata, config: JsonObject) -> JsonObject:
-    return _sized(metadata, config, renormalize=True)
 
 
 def _sized(metadata: Metadata, config: JsonObject, renormalize: bool) -> JsonObject:
@@ -372,7 +348,7 @@ def _used(metadata: Metadata) -> JsonObject:
 WITH_EXPERTS: Mapping[str, Callable[[Metadata, JsonObject], JsonObject]] = {
     "llama": _mixtral,
     "qwen2moe": _qwen2,
-    "qwen3moe": _qwen3,
+    "qwen3moe": partial(_sized, renormalize=True),
     "olmoe": _olmoe,
     "granitemoe": _granite,
     "gpt-oss": _gpt_oss,
@@ -385,14 +361,14 @@ _OF_FAMILY: Mapping[str, Callable[[Metadata], JsonObject]] = {
     "cohere2": _cohere2,
     "stablelm": _stablelm,
     "granite": granite,
-    "gemma": _gemma,
+    "gemma": lambda metadata: {"hidden_activation": "gelu_pytorch_tanh"},
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "lfm2": _lfm2,
     "olmo2": _olmo2,
-    "phi": _phi2,
-    "phi3": _windowed,
-    "starcoder2": _starcoder2,
+    "phi": partial(_layer_norm, key="layer_norm_eps"),
+    "phi3": lambda metadata: {"sliding_window": metadata.integer("attention.sliding_window", 0) or None},
+    "starcoder2": partial(_layer_norm, key="norm_epsilon"),  # the files say no window, and llama.cpp computes none
 }
 
 

@@ -93,7 +93,7 @@ class Family:
 
     Attributes:
         architecture: GGUF's name.
-        model_type: as config.json has it; of experts, `experts.py` may say another.
+        model_type: as config.json has it; of experts, `WITH_EXPERTS` of metadata.py may say another.
         names: parts of the names of a layer's tensors.
         permuted: rows of queries and keys are in GPT-J's order.
         norm_offset: what the converter added to norms.
