@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -183,21 +183,32 @@ def rows_of(module: nn.Module, tensor: torch.Tensor, shard_id: str | int | None)
     return rows if as_stored is None else as_stored(rows, shard_id)
 
 
-class Writer(Protocol):
-    """Writes a format; constructed with all layers."""
+class Writer(ABC):
+    """Writes a format; constructed with all layers. Raises `LLMError` for what the format has no form for."""
 
-    file_stem: str
+    file_stem = "model"
 
-    def __init__(self, hf_config: Mapping[str, object], layers: list[StoredLayer]) -> None: ...
+    def __init__(self, hf_config: Mapping[str, object], layers: list[StoredLayer]) -> None:
+        self._hf_config = hf_config
+        self._layers = layers
 
+    @abstractmethod
     def json_files(self) -> JsonObject:
         """File name -> content."""
 
     def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
         """Tensor name in the checkpoint -> value."""
+        parts = dict(layer.floats)
+        if layer.weight is not None:
+            parts |= self._quantized(layer, layer.weight)
+        return {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}
+
+    def _quantized(self, layer: StoredLayer, weight: IntegerWeight) -> dict[str, torch.Tensor]:
+        """The tensors of a weight, by the last parts of their names."""
+        raise NotImplementedError
 
 
-class CompressedTensorsWriter:
+class CompressedTensorsWriter(Writer):
     """int-quantized for layers with quantized activations; pack-quantized, float-quantized and mxfp4-pack-quantized for
     weight-only layers.
 
@@ -205,12 +216,6 @@ class CompressedTensorsWriter:
     is not tied: as an integer LM head, and as a float32 embedding of the dequantized values (transformers 5 cannot load
     a quantized one). For a smaller file do not quantize the table (`lm_head=None`), or save as "modelslim".
     """
-
-    file_stem = "model"
-
-    def __init__(self, hf_config: Mapping[str, object], layers: list[StoredLayer]) -> None:
-        self._hf_config = hf_config
-        self._layers = layers
 
     def json_files(self) -> JsonObject:
         config = dict(self._hf_config)
@@ -266,17 +271,13 @@ class CompressedTensorsWriter:
         return {**kind, "dynamic": False, "strategy": "attn_head" if by_head else "tensor"}
 
     def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
-        parts = dict(layer.floats)
         if layer.weight is None:
-            return {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}
-        result: dict[str, torch.Tensor] = {}
-        if _is_table(layer):
-            weight = layer.weight
-            result[f"{layer.name}.weight"] = weight.dequantize()
+            return super().tensors(layer)
+        found = {f"{layer.name}.weight": layer.weight.dequantize()} if _is_table(layer) else {}
         for name, group in self._groups(layer):
-            stored = _compressed(layer.weight, group)
-            result |= {f"{name}.{part}": tensor for part, tensor in {**parts, **stored}.items()}
-        return result
+            parts = {**layer.floats, **_compressed(layer.weight, group)}
+            found |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        return found
 
     def _groups(self, layer: StoredLayer) -> list[tuple[str, JsonObject]]:
         """(module name, its group without targets); [] if the layer is written as floats."""
@@ -372,14 +373,13 @@ def _compressed(weight: IntegerWeight, group: JsonObject) -> dict[str, torch.Ten
     return parts
 
 
-class ModelSlimWriter:
+class ModelSlimWriter(Writer):
     """ModelSlim 1.0.0: int4 in row pairs, of W4A16 with one scale per row in column pairs; W8A8 with quant_bias."""
 
     file_stem = "quant_model_weights"
 
     def __init__(self, hf_config: Mapping[str, object], layers: list[StoredLayer]) -> None:
-        self._hf_config = hf_config
-        self._layers = layers
+        super().__init__(hf_config, layers)
         self._group_size = self._common_group_size()
 
     def json_files(self) -> JsonObject:
@@ -395,26 +395,6 @@ class ModelSlimWriter:
                 scheme = "W8A8_DYNAMIC" if layer.scheme == "W8A8_MIX" else layer.scheme
                 types[name] = "FLOAT" if is_float else scheme
         return {"config.json": dict(self._hf_config), "quant_model_description.json": types}
-
-    def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
-        parts = dict(layer.floats)
-        if layer.weight is not None:
-            weight, weight_only = layer.weight, layer.scheme == "W4A16"
-            grouped = layer.scheme != "W4A8_DYNAMIC" and not weight_only and weight.scale.shape[1] > 1
-            offset = weight.zero is not None and not weight_only
-            others = {"minima": weight.minimum, "an order of columns": weight.columns, "a table": weight.table}
-            for what, part in others.items():
-                if part is not None:
-                    raise LLMError(
-                        f"{layer.name} has {what}, which ModelSlim has no form for; leave `format` out, or use 'gguf'."
-                    )
-            if offset or grouped:
-                raise LLMError(
-                    f"{layer.name}: ModelSlim has no form for {layer.scheme} with groups or zero points; "
-                    "quantization={'scheme': ..., 'symmetric': True} leaves zero points out."
-                )
-            parts |= self._quantized(layer, layer.weight)
-        return {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}
 
     def _common_group_size(self) -> int:
         sizes = set()
@@ -434,6 +414,18 @@ class ModelSlimWriter:
         return sizes.pop() if sizes else 0
 
     def _quantized(self, layer: StoredLayer, weight: IntegerWeight) -> dict[str, torch.Tensor]:
+        others = {"minima": weight.minimum, "an order of columns": weight.columns, "a table": weight.table}
+        for what, part in others.items():
+            if part is not None:
+                raise LLMError(
+                    f"{layer.name} has {what}, which ModelSlim has no form for; leave `format` out, or use 'gguf'."
+                )
+        grouped = layer.scheme != "W4A8_DYNAMIC" and weight.scale.shape[1] > 1
+        if layer.scheme != "W4A16" and (grouped or weight.zero is not None):
+            raise LLMError(
+                f"{layer.name}: ModelSlim has no form for {layer.scheme} with groups or zero points; "
+                "quantization={'scheme': ..., 'symmetric': True} leaves zero points out."
+            )
         if layer.scheme == "W4A8_DYNAMIC":
             return _two_levels(layer.name, weight)
         if layer.scheme == "W4A16":
@@ -489,7 +481,7 @@ def _two_levels(name: str, weight: IntegerWeight) -> dict[str, torch.Tensor]:
 _SCHEMES = ("W4A16", "W8A16")
 
 
-class GPTQWriter:
+class GPTQWriter(Writer):
     """GPTQ, for layers with float activations.
 
     Zero points are of version 2 where there are any, which stores them as they are; else of version 1, which vLLM's
@@ -497,11 +489,8 @@ class GPTQWriter:
     floats they stand for, with which the answers are the same.
     """
 
-    file_stem = "model"
-
     def __init__(self, hf_config: Mapping[str, object], layers: list[StoredLayer]) -> None:
-        self._hf_config = hf_config
-        self._layers = layers
+        super().__init__(hf_config, layers)
         self._forms = {layer.name: _form(layer.name, layer) for layer in layers if _is_packed(layer)}
         if not self._forms:
             raise LLMError("no linear layer is quantized, and GPTQ stores no others.")
@@ -532,14 +521,9 @@ class GPTQWriter:
             section["dynamic"] = rules
         return {"config.json": {**self._hf_config, "quantization_config": section}}
 
-    def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
-        parts = dict(layer.floats)
-        if layer.weight is not None:
-            packed = _is_packed(layer)
-            parts |= self._packed(layer, layer.weight) if packed else {"weight": layer.weight.dequantize()}
-        return {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}
-
-    def _packed(self, layer: StoredLayer, weight: IntegerWeight) -> dict[str, torch.Tensor]:
+    def _quantized(self, layer: StoredLayer, weight: IntegerWeight) -> dict[str, torch.Tensor]:
+        if not _is_packed(layer):
+            return {"weight": weight.dequantize()}
         bits = self._forms[layer.name][0]
         columns = torch.arange(weight.q.shape[1])
         # Of each input, its place among the columns of q.
@@ -585,17 +569,14 @@ def _exactly(name: str) -> str:
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-class BitsAndBytesWriter:
+class BitsAndBytesWriter(Writer):
     """bitsandbytes' NF4 layers, as transformers saves them, without double quantization.
 
     Embeddings and the LM head are written as the floats they stand for, with which the answers are the same.
     """
 
-    file_stem = "model"
-
     def __init__(self, hf_config: Mapping[str, object], layers: list[StoredLayer]) -> None:
-        self._hf_config = hf_config
-        self._layers = layers
+        super().__init__(hf_config, layers)
         packed = [layer for layer in layers if _is_packed(layer)]
         if not packed:
             raise LLMError("no linear layer is quantized, and bitsandbytes stores no others.")
@@ -616,11 +597,8 @@ class BitsAndBytesWriter:
         }
         return {"config.json": {**self._hf_config, "quantization_config": section}}
 
-    def tensors(self, layer: StoredLayer) -> dict[str, torch.Tensor]:
-        parts = dict(layer.floats)
-        if layer.weight is not None:
-            parts |= _packed(layer.weight) if _is_packed(layer) else {"weight": layer.weight.dequantize()}
-        return {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}
+    def _quantized(self, layer: StoredLayer, weight: IntegerWeight) -> dict[str, torch.Tensor]:
+        return _packed(weight) if _is_packed(layer) else {"weight": weight.dequantize()}
 
 
 def _check(layer: StoredLayer) -> None:
