@@ -29,18 +29,25 @@ def draft_args(args: LLMArgs, plan: RunnerPlan) -> LLMArgs | None:
     speculative = config.speculative_config
     if speculative is None or speculative.method != "draft_model" or speculative.model is None:
         return None
-    return LLMArgs(
-        speculative.model,
-        dtype=args.dtype,
-        quantization=speculative.quantization,
+    return replace(
+        _args_beside(args, speculative.model, speculative.quantization),
         max_num_seqs=min(MOST_ROWS, config.scheduler_config.max_num_seqs),
         max_num_batched_tokens=args.max_num_batched_tokens,
         block_size=_BLOCK_SIZE,
         kv_cache_memory_bytes=max(1, config.cache_config.kv_cache_memory_bytes // _CACHE_SHARE),
+        seed=config.model_config.seed,
+    )
+
+
+def _args_beside(args: LLMArgs, model: str, quantization: str | None) -> LLMArgs:
+    """The arguments of a model beside that of `args`."""
+    return LLMArgs(
+        model,
+        dtype=args.dtype,
+        quantization=quantization,
         load_format=args.load_format,
         use_tqdm_on_load=args.use_tqdm_on_load,
         num_threads=args.num_threads,
-        seed=config.model_config.seed,
         skip_tokenizer_init=True,
         device=args.device,
         offload_weights=False,
@@ -102,18 +109,10 @@ def eagle3_args(args: LLMArgs) -> LLMArgs | None:
     config = SpeculativeConfig.of(args.speculative_config)
     if config is None or config.method != "eagle3" or config.model is None:
         return None
-    return LLMArgs(
-        config.model,
-        dtype=args.dtype,
-        quantization=config.quantization,
+    return replace(
+        _args_beside(args, config.model, config.quantization),
         max_num_seqs=1,
         kv_cache_memory_bytes=_CACHE_BYTES,
-        load_format=args.load_format,
-        use_tqdm_on_load=args.use_tqdm_on_load,
-        num_threads=args.num_threads,
-        skip_tokenizer_init=True,
-        device=args.device,
-        offload_weights=False,
         speculative_config=None,
         runner="generate",
     )
