@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from llm.errors import CheckpointError, LLMError
-from llm.quantization.base import QuantizeMethodBase, StaticCache
+from llm.quantization.base import KVCacheMethod, StaticCache
 from llm.quantization.storage import POSITIVE, checked
 from llm.quantization.unquantized import new_parameter
 
@@ -55,7 +55,7 @@ def prepare_static_cache(
     return names
 
 
-class StaticCacheMethod(QuantizeMethodBase):
+class StaticCacheMethod(KVCacheMethod):
     """Loads the static scales of one attention layer, which then belong to its backend."""
 
     invariant = True
@@ -71,9 +71,6 @@ class StaticCacheMethod(QuantizeMethodBase):
             values = torch.zeros(attention.num_kv_heads, attention.head_size)
             loader = checked(_load, POSITIVE) if name.endswith("scale") else _load
             layer.register_parameter(name, new_parameter(values, loader, any_dtype=True))
-
-    def apply(self, layer: nn.Module, *args: object) -> torch.Tensor:
-        raise NotImplementedError("attention applies the scales of its KV cache by itself")
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         attention, rows = cast(_Attention, layer), []
