@@ -281,11 +281,22 @@ class _Section(SimpleNamespace):
         super().__setattr__(name, value)
 
 
+def _sizes(args: LLMArgs) -> dict[str, int]:
+    ranks = args.tensor_parallel_size
+    return {
+        "tensor_parallel_size": ranks,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": args.data_parallel_size,
+        "world_size": ranks,
+    }
+
+
 class VllmConfigView(_Section):
     """What `check_and_update_config(vllm_config)` reads and changes, before anything is decided; None: not given.
 
     Attributes:
-        parallel_config: `worker_cls`, "auto" or the class path of an `llm.runner.model_runner.ModelRunner`; one device.
+        parallel_config: `worker_cls`, "auto" or the class path of an `llm.runner.model_runner.ModelRunner`; sizes, to
+            be read.
         compilation_config: `custom_ops` (a list), `mode` and `backend`.
         model_config, cache_config, scheduler_config: arguments of `LLM`.
     """
@@ -301,7 +312,7 @@ class VllmConfigView(_Section):
         }
         super().__init__(
             **sections,
-            parallel_config=_Section(worker_cls=_AUTO, tensor_parallel_size=1, pipeline_parallel_size=1, world_size=1),
+            parallel_config=_Section(worker_cls=_AUTO, **_sizes(args)),
             compilation_config=_Section(
                 custom_ops=list(compilation.custom_ops), mode=compilation.mode, backend=compilation.backend
             ),
@@ -315,9 +326,11 @@ class VllmConfigView(_Section):
         compilation = dict(vars(self.compilation_config))
         if compilation != self.__dict__["_before"]:
             changed["compilation_config"] = compilation
-        parallel = self.parallel_config
-        if (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.world_size) != (1, 1, 1):
-            raise PluginError("a platform sets several devices, and an LLM runs on one")
+        for name, asked in _sizes(args).items():
+            if getattr(self.parallel_config, name) != asked:
+                raise PluginError(
+                    f"a platform sets several devices: {name}, which is what its caller asked for, {asked}"
+                )
         return replace(args, **changed)
 
 

@@ -234,7 +234,15 @@ class LeadRunner(ModelRunner):
         return ModelRunner(self.platform)
 
     def _placed(self, head: PlacedHead) -> PlacedHead:
-        return replace(head, module=_SharedHead(self.group, head), embed=lambda input_ids: input_ids)
+        if self.head is None:
+            return replace(head, module=_SharedHead(self.group, head), embed=lambda input_ids: input_ids)
+        # One with a checkpoint of its own is rank 0's alone.
+        return head if self.head.embed_tokens is not None else replace(head, embed=self._embed)
+
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        with self.group.step():
+            self.group.tell("embed", _array(input_ids))
+            return self.model.embed(input_ids)
 
 
 class _SharedHead:
@@ -361,6 +369,7 @@ class FollowingRunner(ModelRunner):
                 "copy_states": self._copy_states,
                 "load_adapters": self._load_adapters_of,
                 "draft": self._draft,
+                "embed": self._embed_of,
             }
             commands[kind](body)
 
@@ -390,6 +399,9 @@ class FollowingRunner(ModelRunner):
         recurrent, batch = self._recurrent, self._batch(body)
         self._recurrent = recurrent
         self.model.mtp(self.model.embed(batch.input_ids), self._upload(body["hidden"]), batch)
+
+    def _embed_of(self, input_ids: np.ndarray) -> None:
+        self.model.embed(self._upload(input_ids))
 
     def _store_accepted(self, accepted: list[int]) -> None:
         if self._recurrent is None:

@@ -164,8 +164,9 @@ def _specs(
     model: ReadModel, head: ReadModel | None, dtype: torch.dtype, tp: TensorParallel, platform: Platform
 ) -> list[StateSpec]:
     """The model's states, and then those of a head that drafts from its hidden states."""
-    parts = (model,) if head is None else (model, head)
-    found = [spec for part in parts for spec in part.model_class.kv_cache_specs(part.architecture, dtype, tp)]
+    found = list(model.model_class.kv_cache_specs(model.architecture, dtype, tp))
+    if head is not None:
+        found += head.model_class.kv_cache_specs(head.architecture, dtype)  # rank 0 has all of it
     return list(kv_cache_specs(platform, found))
 
 

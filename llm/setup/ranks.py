@@ -72,10 +72,6 @@ def check_ranks(args: LLMArgs, platform: Platform) -> None:
     if platform.get_model_runner_cls() != Platform().get_model_runner_cls():
         why = f"1 on {platform.name}, whose model runner is its own"
         refuse("tensor_parallel_size", args.tensor_parallel_size, why)
-    drafts = SpeculativeConfig.of(args.speculative_config)
-    if drafts is not None and drafts.method == "eagle3":
-        right = "'mtp', 'ngram' or 'draft_model' with tensor_parallel_size: EAGLE-3's heads are not shared out"
-        refuse("speculative_config['method']", drafts.method, right)
     if callable(args.hf_overrides):
         refuse("hf_overrides", args.hf_overrides, "a dict with tensor_parallel_size: a function is not sent to ranks")
     if args.offload_weights:
@@ -120,7 +116,7 @@ def _rank_args(args: LLMArgs, plan: RunnerPlan, platform: Platform, rendezvous: 
     config, defaults = plan.config, LLMArgs(args.model)
     of_lead = {name: getattr(defaults, name) for name in _OF_LEAD}
     drafts = SpeculativeConfig.of(args.speculative_config)
-    heads = args.speculative_config if drafts is not None and drafts.has_head else None  # a part of the model
+    heads = args.speculative_config if drafts is not None and drafts.method == "mtp" else None  # a part of the model
     own = replace(
         args,
         **{**of_lead, "use_tqdm_on_load": False, "skip_tokenizer_init": True, "speculative_config": heads},
@@ -134,11 +130,15 @@ def _rank_args(args: LLMArgs, plan: RunnerPlan, platform: Platform, rendezvous: 
 
 
 def _known(plan: RunnerPlan) -> dict[str, str]:
-    """What this process has registered that the model is made of; a rank must have the same."""
+    """What this process has registered that the model is made of; a rank must have the same, but for a head that rank 0
+    has alone."""
+    specs = list(plan.kv_cache_specs)
+    if plan.head is not None:
+        del specs[-len(plan.head.plan.kv_cache_specs) :]
     return {
         "model class": f"{plan.model_class.__module__}.{plan.model_class.__qualname__}",
         "replaced operations": ", ".join(sorted(op_registry_oot)) or "none",
-        "states": ", ".join(map(str, plan.kv_cache_specs)),
+        "states": ", ".join(map(str, specs)),
     }
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from checkpoints.adapters import write_adapter
-from checkpoints.draft_heads import eager, with_multi_token
+from checkpoints.draft_heads import Eagle3Reference, eager, with_multi_token
 from kernel_sets import needs_kernels
 from ranks.kept import kept_ranks
 from ranks.matrix import evened
 from test_draft_heads import GREEDY, Drafted, made, said
-from tiny_models import TINY_MODELS, one_thread, reference_model, write_checkpoint
+from tiny_models import TINY_MODELS, VOCAB, one_thread, reference_model, write_checkpoint
 
 from llm import LLM
 from llm.config import SpeculativeConfig
@@ -78,18 +78,29 @@ def test_quantized_weights_are_saved_with_their_head(drafted: Drafted, tmp_path:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-5-moe"])
-def test_ranks_draft_and_answer_as_one_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "eagle3"), [("deepseek-v3", 0), ("qwen3-5-moe", 0), ("qwen3", VOCAB), ("llama-biases-one-kv-head", 100)]
+)
+def test_ranks_draft_and_answer_as_one_process(
+    name: str, eagle3: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`eagle3`: tokens of a head of EAGLE-3, of all of them with an embedding of its own; 0: multi-token prediction."""
     monkeypatch.setitem(TINY_MODELS, name, evened(TINY_MODELS[name]))
     write_checkpoint(TINY_MODELS[name], tmp_path / "plain")
-    with_multi_token(name, tmp_path / "plain", tmp_path / "head")
+    target, drafts = tmp_path / "plain", {"method": "mtp"}
+    if eagle3:
+        head = Eagle3Reference(target, eagle3, own_embedding=eagle3 == VOCAB).write(tmp_path / "eagle3")
+        drafts = {"method": "eagle3", "model": str(head)}
+    else:
+        target = tmp_path / "head"
+        with_multi_token(name, tmp_path / "plain", target)
     prompts = [[*PROMPT, index] for index in range(3)]
     options = {**TINY_MODELS[name].engine, **SIZES, "num_threads": 1, "skip_tokenizer_init": True}
-    options["speculative_config"] = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
+    options["speculative_config"] = SpeculativeConfig(num_speculative_tokens=3, **drafts)
     found: list[Any] = []
     with one_thread(), kept_ranks():
         for size in (1, 2):
-            with LLM(tmp_path / "head", tensor_parallel_size=size, **options) as llm:
+            with LLM(target, tensor_parallel_size=size, **options) as llm:
                 answers = {tuple(ids): tokens for ids, tokens in zip(prompts, said(llm, prompts), strict=True)}
                 with eager(llm, answers=answers) as proposer:
                     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)

@@ -358,6 +358,17 @@ def test_what_a_hook_sets_is_used_or_refused(site: Path, line: str, said: str) -
         pass
 
 
+def test_a_hook_reads_how_many_devices_there_are(site: Path) -> None:
+    read = "assert (parallel_config.tensor_parallel_size, parallel_config.world_size) == (2, 2)"
+    code = NPU.replace("vllm_config.cache_config.block_size = 8", read)
+    install(site, "made-up", code, platform_plugins__ascend="register")
+    with (
+        pytest.raises(ValidationError, match="ascend computes on one device"),
+        open_llm(device="ascend", max_model_len=64, tensor_parallel_size=2),
+    ):
+        pass
+
+
 def test_a_hook_that_needs_what_is_not_known_is_told(site: Path) -> None:
     code = NPU.replace("use_mla, **more", "use_mla, moon_phase")
     install(site, "made-up", code, platform_plugins__ascend="register")

@@ -244,7 +244,6 @@ def test_what_one_rank_cannot_do_is_refused(llm: LLM, tmp_path: Path) -> None:
         lambda: llm.generate(PROMPTS, use_tqdm=False, capture="layers.0.mlp.activation"),
         lambda: llm.generate(PROMPTS, use_tqdm=False, interventions=Intervention.scale("layers.0.output", 2)),
         lambda: llm.sleep(),
-        lambda: LLM(tensor_parallel_size=2, speculative_config={"method": "eagle3", "model": "tiny"}),
         lambda: LLM(tensor_parallel_size=2, hf_overrides=lambda config: config),
     ):
         with pytest.raises(ValidationError, match="tensor_parallel_size"):
