@@ -37,6 +37,10 @@ _FEW_TILES = 132
 _ENOUGH_TILES = 105
 # Columns of a segment, at least: adding segments costs less than it gains.
 _LEAST_SEGMENT = 512
+# From so many rows on a packed weight is unpacked once for all of them, not by each tile of rows.
+UNPACKED_ROWS = 512
+# So many bytes of it at a time.
+_UNPACKED_BYTES = 128 << 20
 
 
 @triton.jit
@@ -144,6 +148,21 @@ def _of_groups(codes, rn, first, N, groups, scale, zero, minimum, COUNT: tl.cons
 
 
 @triton.jit
+def _unpacked(codes, rn, k, N, groups, group_size, scale, zero, minimum, levels, KIND: tl.constexpr,
+              BLOCK_GROUPS: tl.constexpr, LEAST_CODE: tl.constexpr):  # fmt: skip
+    """Codes [BN, BK] of the columns from k on as a product takes them, where groups do not cut a block."""
+    if levels is not None:
+        return _level(codes, levels, rn, k // group_size, N, groups, BLOCK_GROUPS)
+    elif BLOCK_GROUPS > 0:
+        value = from_float8(codes) if KIND == "float8" else codes
+        return _of_groups(value, rn, k // group_size, N, groups, scale, zero, minimum, BLOCK_GROUPS, LEAST_CODE)
+    elif KIND == "float8":
+        return from_float8(codes)
+    else:
+        return codes
+
+
+@triton.jit
 def _of_rows(vector, WEIGHT_FIRST: tl.constexpr):
     """[BM] beside sums."""
     return vector[None, :] if WEIGHT_FIRST else vector[:, None]
@@ -186,7 +205,7 @@ def _finish(sums, xs, scale, bias, rx, is_row, rn, N, WHOLE: tl.constexpr, STATI
 
 @triton.jit
 def _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rx, rm, is_row, rn, M, N, K, stride_x, stride_w,
-          groups, group_size, input_offset, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr,
+          stride_y, groups, group_size, input_offset, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr,
           VALUES: tl.constexpr, BLOCK_GROUPS: tl.constexpr, WHOLE: tl.constexpr, STATIC: tl.constexpr,
           OFFSET: tl.constexpr, LEAST_CODE: tl.constexpr, HALVES: tl.constexpr, SEGMENTS: tl.constexpr,
           SEGMENT: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -195,10 +214,10 @@ def _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rx, rm, is_row
 
     IN_GROUPS: the sum of each block of K is scaled by itself. VALUES: codes become values before the product, each with
     parameters of its own, or BLOCK_GROUPS whole groups of a block with theirs. WHOLE: the whole sum is scaled. SPLIT:
-    one segment of `SEGMENT` columns, whose sums go to y [SEGMENTS, M, N]. OFFSET: of static int8 activations. HALVES: x
-    has all even columns, then the odd ones, as the low and the high nibbles of int4 are: each half has a product of its
-    own, and no nibble has to move. xs: scales of rows, of int8 activations. WEIGHT_FIRST: sums are [BN, BM], else
-    [BM, BN].
+    one segment of `SEGMENT` columns, whose sums go to y [SEGMENTS * M, N]. OFFSET: of static int8 activations.
+    HALVES: x has all even columns, then the odd ones, as the low and the high nibbles of int4 are: each half has a
+    product of its own, and no nibble has to move. xs: scales of rows, of int8 activations. WEIGHT_FIRST: sums are
+    [BN, BM], else [BM, BN].
     """
     x_rows = x + rx.to(tl.int64)[:, None] * stride_x
     w_rows = w + rn.to(tl.int64)[:, None] * stride_w
@@ -227,13 +246,8 @@ def _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rx, rm, is_row
                 a = tl.load(x_rows + rk[None, :], mask=is_row[:, None] & (rk < K)[None, :], other=0)
                 if KIND == "int4":
                     b = nibbles(packed, BN, BK)
-            if levels is not None:
-                b = _level(b, levels, rn, k // group_size, N, groups, BLOCK_GROUPS)
-            if KIND == "float8":
-                b = from_float8(b)
-            if BLOCK_GROUPS > 0 and levels is None:
-                b = _of_groups(b, rn, k // group_size, N, groups, scale, zero, minimum, BLOCK_GROUPS, LEAST_CODE)
-            elif VALUES:
+            b = _unpacked(b, rn, k, N, groups, group_size, scale, zero, minimum, levels, KIND, BLOCK_GROUPS, LEAST_CODE)
+            if VALUES and BLOCK_GROUPS == 0:
                 if HALVES:
                     b = _values(b, rn, half * 2, N, K, groups, group_size, scale, zero, minimum, table, LEAST_CODE)
                     b_odd = _values(b_odd, rn, half * 2 + 1, N, K, groups, group_size, scale, zero, minimum, table,
@@ -290,20 +304,20 @@ def _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rx, rm, is_row
     inside = _of_rows(is_row, WEIGHT_FIRST) & _of_outputs(rn < N, WEIGHT_FIRST)
     if SPLIT:
         to = tl.program_id(1).to(tl.int64) * M + rm
-        at = _of_rows(to * N, WEIGHT_FIRST) + _of_outputs(rn, WEIGHT_FIRST)
+        at = _of_rows(to * stride_y, WEIGHT_FIRST) + _of_outputs(rn, WEIGHT_FIRST)
         tl.store(y + at, total, mask=inside)
     else:
         value = _finish(total, xs, scale, bias, rx, is_row, rn, N, WHOLE, STATIC, WEIGHT_FIRST)
-        at = _of_rows(rm.to(tl.int64) * N, WEIGHT_FIRST) + _of_outputs(rn, WEIGHT_FIRST)
+        at = _of_rows(rm.to(tl.int64) * stride_y, WEIGHT_FIRST) + _of_outputs(rn, WEIGHT_FIRST)
         tl.store(y + at, rounded(value, y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
-def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride_x, stride_w, groups, group_size,
-         input_offset, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr, VALUES: tl.constexpr,
-         BLOCK_GROUPS: tl.constexpr, WHOLE: tl.constexpr, STATIC: tl.constexpr, OFFSET: tl.constexpr,
-         LEAST_CODE: tl.constexpr, HALVES: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
-         SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride_x, stride_w, stride_y, groups,
+         group_size, input_offset, KIND: tl.constexpr, INT8_X: tl.constexpr, IN_GROUPS: tl.constexpr,
+         VALUES: tl.constexpr, BLOCK_GROUPS: tl.constexpr, WHOLE: tl.constexpr, STATIC: tl.constexpr,
+         OFFSET: tl.constexpr, LEAST_CODE: tl.constexpr, HALVES: tl.constexpr, SEGMENTS: tl.constexpr,
+         SEGMENT: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
          WEIGHT_FIRST: tl.constexpr):  # fmt: skip
     """y[M, N] = x[M, K] W[N, K]^T + bias."""
     tiles_n = tl.cdiv(N, BN)
@@ -315,8 +329,8 @@ def gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, M, N, K, stride
     rm = (band * 8 + place % rows_of_band) * BM + tl.arange(0, BM)
     rn = (place // rows_of_band) * BN + tl.arange(0, BN)
     _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rm, rm, rm < M, rn, M, N, K, stride_x, stride_w,
-          groups, group_size, input_offset, KIND, INT8_X, IN_GROUPS, VALUES, BLOCK_GROUPS, WHOLE, STATIC, OFFSET,
-          LEAST_CODE, HALVES, SEGMENTS, SEGMENT, SPLIT, BM, BN, BK, WEIGHT_FIRST)  # fmt: skip
+          stride_y, groups, group_size, input_offset, KIND, INT8_X, IN_GROUPS, VALUES, BLOCK_GROUPS, WHOLE, STATIC,
+          OFFSET, LEAST_CODE, HALVES, SEGMENTS, SEGMENT, SPLIT, BM, BN, BK, WEIGHT_FIRST)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["E"])
@@ -367,8 +381,29 @@ def experts_gemm(x, xs, w, scale, zero, minimum, table, levels, bias, y, offsets
     rx = slot // SLOTS if SLOTS else place
     rm = place if SLOTS else slot
     _tile(x, xs, w, scale, zero, minimum, table, levels, bias, y, rx, rm, is_row, rn, 0, N, K, stride_x, stride_w,
-          groups, group_size, input_offset, KIND, INT8_X, IN_GROUPS, VALUES, BLOCK_GROUPS, WHOLE, STATIC, OFFSET,
+          N, groups, group_size, input_offset, KIND, INT8_X, IN_GROUPS, VALUES, BLOCK_GROUPS, WHOLE, STATIC, OFFSET,
           LEAST_CODE, HALVES, SEGMENTS, SEGMENT, False, BM, BN, BK, WEIGHT_FIRST)  # fmt: skip
+
+
+@triton.jit
+def unpack(w, scale, zero, minimum, levels, y, N, K, stride_w, groups, group_size, KIND: tl.constexpr,
+           BLOCK_GROUPS: tl.constexpr, LEAST_CODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """A tile of a weight as `_tile` multiplies it -> y [N, K], int8 or of the activations' type."""
+    rn = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.program_id(1) * BK
+    rk = k + tl.arange(0, BK)
+    rows = w + rn.to(tl.int64)[:, None] * stride_w
+    if KIND == "int4":
+        half = k // 2 + tl.arange(0, BK // 2)
+        packed = tl.load(rows + half[None, :], mask=(rn < N)[:, None] & (half < stride_w)[None, :], other=0)
+        codes = nibbles(packed, BN, BK)
+    else:
+        codes = tl.load(rows + rk[None, :], mask=(rn < N)[:, None] & (rk < K)[None, :], other=0)
+    value = _unpacked(codes, rn, k, N, groups, group_size, scale, zero, minimum, levels, KIND, BLOCK_GROUPS, LEAST_CODE)
+    if value.dtype != y.dtype.element_ty:
+        value = rounded(value.to(tl.float32), y.dtype.element_ty)
+    at = rn.to(tl.int64)[:, None] * K + rk[None, :]
+    tl.store(y + at, value, mask=(rn < N)[:, None] & (rk < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -429,6 +464,21 @@ class Form(NamedTuple):
     SEGMENTS: int
     SEGMENT: int
     BK: int
+
+    @property
+    def is_packed(self) -> bool:
+        """True if codes could be multiplied as values that are computed before, to the same sums."""
+        is_plain = self.KIND == "float" or (self.KIND == "int8" and self.INT8_X)
+        return not (is_plain or self.IN_GROUPS or self.HALVES or (self.VALUES and not self.BLOCK_GROUPS))
+
+    def unpacked(self) -> Form:
+        """Of those values."""
+        kind = "int8" if self.INT8_X else "float"
+        return self._replace(KIND=kind, VALUES=False, BLOCK_GROUPS=0, LEAST_CODE=0)
+
+    def as_one_segment(self, k: int) -> Form:
+        """Of sums of integers, which are exact in any order."""
+        return self._replace(SEGMENTS=1, SEGMENT=-(-k // self.BK) * self.BK)
 
 
 def form_of(weight: Weight, dtype: torch.dtype) -> Form | None:
@@ -651,25 +701,55 @@ def _inputs(rows: torch.Tensor, weight: Weight, form: Form) -> tuple[torch.Tenso
 
 def multiply(x: torch.Tensor, xs: torch.Tensor | None, weight: Weight, form: Form, out: torch.Tensor) -> None:
     """Rows x [M, K], as they are multiplied, times the weight -> out [M, N]."""
-    m, n = len(x), weight.n
-    split = form.SEGMENTS > 1 and m < _MANY_ROWS
-    is_whole_sum = form.INT8_X and not form.IN_GROUPS
-    if is_whole_sum and not split:  # exact in any order
-        form = form._replace(SEGMENTS=1, SEGMENT=-(-weight.k // form.BK) * form.BK)
-    tile = tile_of(target_of(x.device), m, n, form, x.dtype)
+    form = form if not form.INT8_X or form.IN_GROUPS or _is_split(len(x), form) else form.as_one_segment(weight.k)
+    if len(x) < UNPACKED_ROWS or not form.is_packed or x.dtype == torch.float32:
+        _multiply(x, xs, _parts(weight), form, out, (weight.groups, weight.group_size, weight.input_offset))
+        return
+    # The same values in the same order as those that tiles unpack for themselves.
+    at_once = max(256, _UNPACKED_BYTES // (weight.k * x.itemsize) // 256 * 256)
+    values = torch.empty(min(at_once, weight.n), weight.k, dtype=x.dtype, device=x.device)
+    for start in range(0, weight.n, at_once):
+        own = slice(start, start + at_once)
+        data, scale, zero, minimum, _, levels, bias = (part if part is None else part[own] for part in _parts(weight))
+        assert data is not None
+        codes = (data, scale, zero, minimum, levels, values, len(data), weight.k, data.stride(0))
+        launch(
+            unpack, (-(-len(data) // 64), -(-weight.k // form.BK)), *codes, weight.groups, weight.group_size,
+            KIND=form.KIND, BLOCK_GROUPS=form.BLOCK_GROUPS, LEAST_CODE=form.LEAST_CODE, BN=64, BK=form.BK,
+            device=x.device, num_warps=4,
+        )  # fmt: skip
+        plain = (values[: len(data)], scale, None, None, None, None, bias)
+        _multiply(x, xs, plain, form.unpacked(), out[:, own], (1, 0, weight.input_offset))
+
+
+def _is_split(m: int, form: Form) -> bool:
+    return form.SEGMENTS > 1 and m < _MANY_ROWS
+
+
+def _multiply(
+    x: torch.Tensor,
+    xs: torch.Tensor | None,
+    parts: tuple[torch.Tensor | None, ...],
+    form: Form,
+    out: torch.Tensor,
+    numbers: tuple[int, int, int],
+) -> None:
+    """`numbers`: groups, group_size and input_offset of the weight."""
+    (m, k), n, data = x.shape, out.shape[1], parts[0]
+    assert data is not None
+    tile, split = tile_of(target_of(x.device), m, n, form, x.dtype), _is_split(m, form)
     tiles = -(-m // tile["BM"]) * -(-n // tile["BN"])
-    parts = out
+    sums = out
     if split:
-        dtype = torch.int32 if is_whole_sum else torch.float32
-        parts = torch.empty(form.SEGMENTS, m, n, dtype=dtype, device=x.device)
+        dtype = torch.int32 if form.INT8_X and not form.IN_GROUPS else torch.float32
+        sums = torch.empty(form.SEGMENTS * m, n, dtype=dtype, device=x.device)
     launch(
-        gemm, (tiles, form.SEGMENTS if split else 1), x, xs, *_parts(weight), parts, m, n, weight.k, x.stride(0),
-        weight.data.stride(0), weight.groups, weight.group_size, weight.input_offset, SPLIT=split,
-        **form._asdict() | tile, device=x.device,
+        gemm, (tiles, form.SEGMENTS if split else 1), x, xs, *parts, sums, m, n, k, x.stride(0), data.stride(0),
+        sums.stride(0), *numbers, SPLIT=split, **form._asdict() | tile, device=x.device,
     )  # fmt: skip
     if split:
         launch(
-            merge_segments, (m, -(-n // 256)), parts, xs, weight.scale, weight.bias, out, m, n, WHOLE=form.WHOLE,
+            merge_segments, (m, -(-n // 256)), sums, xs, parts[1], parts[6], out, m, n, WHOLE=form.WHOLE,
             STATIC=form.STATIC, SEGMENTS=form.SEGMENTS, BN=256, device=x.device, num_warps=4,
         )  # fmt: skip
 
@@ -723,7 +803,7 @@ def multiply_experts(
     rows, scales = _inputs(x, weight, form)
     out = torch.empty(places, weight.n, dtype=x.dtype, device=x.device)
     if form.INT8_X and not form.IN_GROUPS:  # exact in any order
-        form = form._replace(SEGMENTS=1, SEGMENT=-(-weight.k // form.BK) * form.BK)
+        form = form.as_one_segment(weight.k)
     busy = max(1, min(experts, places))
     tile = tile_of(target_of(x.device), -(-places // busy), weight.n, form, x.dtype)
     tiles = (places // tile["BM"] + busy) * -(-weight.n // tile["BN"])

@@ -71,6 +71,24 @@ def test_the_tiles_of_hopper_give_the_bits_of_other_tiles(kind: str, monkeypatch
         assert torch.equal(gemm.linear(x[:rows], weight), expected[:rows])
 
 
+@pytest.mark.parametrize(
+    "kind", ["w8a16", "fp8", "w4a16", "w4a16 with zeros", "w4a16 with minima", "w4a8 in two levels"]
+)
+def test_a_weight_that_is_unpacked_once_gives_the_bits_of_tiles_that_unpack_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = dict(check.weights(300, 192))[kind], torch.randn(20, 192).bfloat16()
+    weight = replace(weight, bias=torch.randn(300))
+    expected, unpack, launches = gemm.linear(x, weight), gemm.launch, []
+    monkeypatch.setattr(gemm, "UNPACKED_ROWS", 20)
+    monkeypatch.setattr(gemm, "_UNPACKED_BYTES", 1 << 10)  # in two parts
+    monkeypatch.setattr(
+        gemm, "launch", lambda own, *args, **options: (launches.append(own), unpack(own, *args, **options))
+    )
+    assert torch.equal(gemm.linear(x, weight), expected)
+    assert launches.count(gemm.unpack) == 2 and torch.equal(gemm.linear(x[:3], weight), expected[:3])
+
+
 @pytest.mark.parametrize("block", [16, 64, 256])
 def test_rows_are_rotated_by_the_sums_of_the_definition(block: int) -> None:
     x = torch.randn(3, 9 * block)
