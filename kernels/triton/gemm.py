@@ -710,15 +710,17 @@ def multiply(x: torch.Tensor, xs: torch.Tensor | None, weight: Weight, form: For
     values = torch.empty(min(at_once, weight.n), weight.k, dtype=x.dtype, device=x.device)
     for start in range(0, weight.n, at_once):
         own = slice(start, start + at_once)
-        data, scale, zero, minimum, _, levels, bias = (part if part is None else part[own] for part in _parts(weight))
-        assert data is not None
-        codes = (data, scale, zero, minimum, levels, values, len(data), weight.k, data.stride(0))
+        data, *others = _parts(weight)
+        data, (scale, zero, minimum, _, levels, bias) = (
+            data[own],
+            [item if item is None else item[own] for item in others],
+        )
         launch(
-            unpack, (-(-len(data) // 64), -(-weight.k // form.BK)), *codes, weight.groups, weight.group_size,
-            KIND=form.KIND, BLOCK_GROUPS=form.BLOCK_GROUPS, LEAST_CODE=form.LEAST_CODE, BN=64, BK=form.BK,
-            device=x.device, num_warps=4,
+            unpack, (-(-len(data) // 64), -(-weight.k // form.BK)), data, scale, zero, minimum, levels, values,
+            len(data), weight.k, data.stride(0), weight.groups, weight.group_size, KIND=form.KIND,
+            BLOCK_GROUPS=form.BLOCK_GROUPS, LEAST_CODE=form.LEAST_CODE, BN=64, BK=form.BK, device=x.device, num_warps=4,
         )  # fmt: skip
-        plain = (values[: len(data)], scale, None, None, None, None, bias)
+        plain = _Parts(values[: len(data)], scale, None, None, None, None, bias)
         _multiply(x, xs, plain, form.unpacked(), out[:, own], (1, 0, weight.input_offset))
 
 
@@ -729,14 +731,13 @@ def _is_split(m: int, form: Form) -> bool:
 def _multiply(
     x: torch.Tensor,
     xs: torch.Tensor | None,
-    parts: tuple[torch.Tensor | None, ...],
+    parts: _Parts,
     form: Form,
     out: torch.Tensor,
     numbers: tuple[int, int, int],
 ) -> None:
     """`numbers`: groups, group_size and input_offset of the weight."""
-    (m, k), n, data = x.shape, out.shape[1], parts[0]
-    assert data is not None
+    (m, k), n = x.shape, out.shape[1]
     tile, split = tile_of(target_of(x.device), m, n, form, x.dtype), _is_split(m, form)
     tiles = -(-m // tile["BM"]) * -(-n // tile["BN"])
     sums = out
@@ -744,20 +745,31 @@ def _multiply(
         dtype = torch.int32 if form.INT8_X and not form.IN_GROUPS else torch.float32
         sums = torch.empty(form.SEGMENTS * m, n, dtype=dtype, device=x.device)
     launch(
-        gemm, (tiles, form.SEGMENTS if split else 1), x, xs, *parts, sums, m, n, k, x.stride(0), data.stride(0),
+        gemm, (tiles, form.SEGMENTS if split else 1), x, xs, *parts, sums, m, n, k, x.stride(0), parts.data.stride(0),
         sums.stride(0), *numbers, SPLIT=split, **form._asdict() | tile, device=x.device,
     )  # fmt: skip
     if split:
         launch(
-            merge_segments, (m, -(-n // 256)), sums, xs, parts[1], parts[6], out, m, n, WHOLE=form.WHOLE,
+            merge_segments, (m, -(-n // 256)), sums, xs, parts.scale, parts.bias, out, m, n, WHOLE=form.WHOLE,
             STATIC=form.STATIC, SEGMENTS=form.SEGMENTS, BN=256, device=x.device, num_warps=4,
         )  # fmt: skip
 
 
-def _parts(weight: Weight) -> tuple[torch.Tensor | None, ...]:
+class _Parts(NamedTuple):
     """What the kernels read of a weight, in the order of their arguments."""
+
+    data: torch.Tensor
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    minimum: torch.Tensor | None
+    table: torch.Tensor | None
+    levels: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def _parts(weight: Weight) -> _Parts:
     data = weight.data.view(torch.int8) if weight.kind in ("float8", "int4") else weight.data
-    return data, weight.scale, weight.zero, weight.minimum, weight.table, weight.levels, weight.bias
+    return _Parts(data, weight.scale, weight.zero, weight.minimum, weight.table, weight.levels, weight.bias)
 
 
 class Together(NamedTuple):

@@ -86,7 +86,7 @@ class Scheduler:
                     break
                 budget = count  # a prompt that fits no step has one of its own
             # Blocks are reserved for the whole prompt, not only for this chunk: partly admitted prompts would thrash.
-            if not self.blocks.admit(request, request.num_tokens, prefix):
+            if not self.blocks.admit(request, self._with_next(request, request.num_tokens), prefix):
                 break
             count = self._chunk(request, min(count, budget))
             del self.waiting[place]
@@ -94,7 +94,7 @@ class Scheduler:
             self._schedule(plan, request, count)
             budget -= count
         plan.removed, self._removed = self._removed, []
-        plan.repeats = self.config.async_scheduling and self._repeats(plan)
+        plan.goes_on = self.config.async_scheduling and self._goes_on(plan)
         if self.blocks.slots is not None and sum(plan.num_scheduled_tokens.values()) > _MOST_WITH_DRAFTS:
             self._drop_drafts(plan)
         return plan
@@ -160,19 +160,28 @@ class Scheduler:
     def _allocate(self, request: Request, num_tokens: int) -> list[list[int]] | None:
         """As `BlockManager.allocate`; with `async_scheduling` for one token more, where there are blocks for it."""
         if self.config.async_scheduling:
-            more = self.blocks.allocate(request, min(num_tokens + 1, request.max_total_tokens))
+            more = self.blocks.allocate(request, self._with_next(request, num_tokens))
             if more is not None:
                 return more
         return self.blocks.allocate(request, num_tokens)
 
-    def _repeats(self, plan: SchedulerOutput) -> bool:
-        """True if all running rows decode in this step, no waiting one can join them in the next, and some go on."""
-        if plan.new_rows or plan.draft_token_ids or len(plan.num_scheduled_tokens) < len(self.running):
-            return False
-        if any(count > 1 for count in plan.num_scheduled_tokens.values()):
+    def _with_next(self, request: Request, num_tokens: int) -> int:
+        """With the token that a step computes which is started early."""
+        return min(num_tokens + 1, request.max_total_tokens) if self.config.async_scheduling else num_tokens
+
+    def _goes_on(self, plan: SchedulerOutput) -> bool:
+        """True if all running rows sample in this step, and the next one has most of them, and few or no prompts.
+
+        A prompt is computed after what was started early, by a pass of its own; many of them had better share one.
+        """
+        counts = plan.num_scheduled_tokens
+        if plan.draft_token_ids or any(
+            request.num_computed_tokens + counts.get(request.request_id, 0) < request.num_tokens
+            for request in self.running
+        ):
             return False
         ending = sum(request.num_tokens + 1 >= request.max_total_tokens for request in self.running)
-        if self.waiting and (ending or len(self.running) < self.config.max_num_seqs):
+        if self.waiting and (8 * ending > len(self.running) or len(self.running) < self.config.max_num_seqs):
             return False
         return ending < len(self.running)
 

@@ -132,8 +132,8 @@ class SchedulerOutput:
         removed: requests that left the batch since the last step (finished, aborted or preempted).
         draft_token_ids: request id -> drafts to verify after its last known token, which is computed in this step too.
         snapshots: (from, to) pairs of slots whose recurrent states are copied after the forward pass.
-        repeats: the next step is expected to compute a token of each of these rows, and every row has a block for it: a
-            runner may start it before it is planned.
+        goes_on: every batch row samples a token in this step, and most are expected to compute it in the next: a runner
+            may start that before it is planned, and before it has read the tokens.
     """
 
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class SchedulerOutput:
     removed: list[str] = field(default_factory=list)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     snapshots: list[tuple[int, int]] = field(default_factory=list)
-    repeats: bool = False
+    goes_on: bool = False
 
 
 @dataclass

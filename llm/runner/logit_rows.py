@@ -64,9 +64,18 @@ class Sampled:
 
 
 @dataclass
-class Started:
-    """What a device samples: `tokens` int64 [L], there; `finish` waits for all of it, and is called once."""
+class Unread:
+    """What a device samples, which nobody has waited for.
 
+    Attributes:
+        rows: int64 [L], the batch row of each logit row.
+        positions: int64 [L], of the tokens before the sampled ones.
+        tokens: int64 [L], on the device.
+        finish: waits for all of it, and is called once.
+    """
+
+    rows: np.ndarray
+    positions: np.ndarray
     tokens: torch.Tensor
     finish: Callable[[], Sampled]
 
@@ -179,7 +188,7 @@ class LogitRowReader:
             after[index] += len(tokens)
         return after
 
-    def start(self, source: torch.Tensor, rows: np.ndarray, positions: np.ndarray, has_logits: bool = False) -> Started:
+    def start(self, source: torch.Tensor, rows: np.ndarray, positions: np.ndarray, has_logits: bool = False) -> Unread:
         """`_sample` on a device, which nobody waits for."""
         processors = None if self.processors.is_idle() else self.processors
         outputs = positions + 1 - self.batch.num_prompt_tokens[rows]
@@ -188,12 +197,12 @@ class LogitRowReader:
             known = (scores.largest, scores.tokens, self.batch.sampling, outputs)
             likeliest = self.sampler.likeliest(*known) if processors is None else None
             if likeliest is not None:
-                return self._started([likeliest])
+                return self._unread(rows, positions, [likeliest])
             source, has_logits = scores.logits, True
         chunks = self._chunks(source, rows, outputs, processors, has_logits)
-        return self._started([self.sampler.start(*arguments) for _, arguments in chunks])
+        return self._unread(rows, positions, [self.sampler.start(*arguments) for _, arguments in chunks])
 
-    def _started(self, pending: list[Pending]) -> Started:
+    def _unread(self, rows: np.ndarray, positions: np.ndarray, pending: list[Pending]) -> Unread:
         tokens = [item.tensors[0] for item in pending]
         read = self.backend.start_download(*(tensor for item in pending for tensor in item.tensors))
 
@@ -203,7 +212,7 @@ class LogitRowReader:
                 sampled.add(len(sampled.tokens), item.finish([next(arrays) for _ in item.tensors]))
             return sampled
 
-        return Started(tokens[0] if len(tokens) == 1 else torch.cat(tokens), finish)
+        return Unread(rows, positions, tokens[0] if len(tokens) == 1 else torch.cat(tokens), finish)
 
     def _chunks(
         self,

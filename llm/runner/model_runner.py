@@ -57,7 +57,7 @@ from llm.platforms.interface import Platform
 from llm.quantization.base import QuantizationConfig
 from llm.quantization.on_load import ActivationStatistics, OnlineConfig
 from llm.runner.adapters import ModelAdapters
-from llm.runner.ahead import StepAhead, without
+from llm.runner.ahead import StepAhead, in_order, without
 from llm.runner.batch import InputBatch, StepInput
 from llm.runner.images import ImageRows, TowerTensors
 from llm.runner.inside import ModelInside, layers_of
@@ -73,7 +73,7 @@ from llm.runner.inspection import (
     what_varies,
 )
 from llm.runner.kv_cache import CacheRows, allocate_kv_caches, allocate_recurrent_states
-from llm.runner.logit_rows import LogitRowReader
+from llm.runner.logit_rows import LogitRowReader, Unread
 from llm.runner.pooler import Pooler
 from llm.runner.profile import RunnerProfile
 from llm.runner.recorded import RecordedSteps, Scores
@@ -172,8 +172,10 @@ class ModelRunner:
                 return RunnerOutput()
             started = perf_counter()
             result = RunnerOutput()
-            plan = self._take_ahead(plan, result)
-            if not plan.num_scheduled_tokens:
+            goes_on = plan.goes_on and self._may_run_ahead()
+            early, plan = self._take_ahead(plan)
+            if early is not None and not plan.num_scheduled_tokens:
+                self._take([early], goes_on, result)
                 result.model_seconds = perf_counter() - started
                 return result
             step = self.batch.build(plan)
@@ -193,10 +195,8 @@ class ModelRunner:
             self._copy_states(plan.snapshots)
             if self.pooler is not None:
                 self._pool(self.pooler, hidden, step, result)
-            elif plan.repeats and self.batch.decodes_alone(step) and self._may_run_ahead():
-                self._sample_and_go_on(hidden, step, result)
             else:
-                self._read(hidden, step, result)
+                self._read(hidden, step, early, goes_on, result)
             if self.proposer is not None:
                 seconds = perf_counter() - started
                 result.draft_token_ids = propose(
@@ -752,11 +752,22 @@ class ModelRunner:
             backend=self.backend,
         )
 
-    def _read(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
-        """Sample and score the step's logit rows from the hidden states [N, H]."""
-        if step.logit_rows.num_sampled < len(hidden):  # otherwise these are all, in order
+    def _read(
+        self, hidden: torch.Tensor, step: StepInput, early: Unread | None, goes_on: bool, result: RunnerOutput
+    ) -> None:
+        """Sample and score the step's logit rows from the hidden states [N, H], and read what was started early.
+
+        `goes_on`: start the next step before anything is read.
+        """
+        logit_rows, unread = step.logit_rows, [] if early is None else [early]
+        if logit_rows.num_sampled < len(hidden):  # otherwise these are all, in order
             hidden = self.backend.ops.select_rows(hidden, step.forward_batch.logits_indices)
-        self._reader().read(hidden, step.logit_rows, result)
+        starts = goes_on and logit_rows.drafts is None and logit_rows.num_sampled == len(logit_rows.rows)
+        if starts:
+            unread.append(self._reader().start(hidden, logit_rows.rows, logit_rows.positions))
+        self._take(unread, starts, result)
+        if not starts:
+            self._reader().read(hidden, logit_rows, result)
         self.batch.settle(step)
 
     # --- The step after this one (see `ahead.py`). ---
@@ -775,38 +786,34 @@ class ModelRunner:
             and all(params.inside is None for params in self.batch.params)
         )
 
-    def _sample_and_go_on(self, hidden: torch.Tensor, step: StepInput, result: RunnerOutput) -> None:
-        """`_read` of a step that computes a token of every row; the next such step is started before it waits."""
-        reader, logit_rows = self._reader(), step.logit_rows
-        sampled = reader.start(hidden, logit_rows.rows, logit_rows.positions)
-        self._ahead = self._start_ahead(logit_rows.positions + 1, sampled.tokens)
-        reader.take(logit_rows.rows, sampled.finish(), result)
-        self.batch.settle(step)
-
-    def _start_ahead(self, positions: np.ndarray, tokens: torch.Tensor) -> StepAhead | None:
-        """Start the step that computes these tokens, int64 [rows], at these positions of all rows; None: it was not."""
-        step = self.batch.build_next(positions, tokens)
-        if step is None:
-            return None
-        hidden = self.forward(self.prepare_batch(step))
-        sampled = self._reader().start(hidden, step.logit_rows.rows, positions)
-        return StepAhead(list(self.batch.request_ids), positions, sampled)
-
-    def _take_ahead(self, plan: SchedulerOutput, result: RunnerOutput) -> SchedulerOutput:
-        """Read what was started before the plan came; returns what is left to compute of the plan."""
+    def _take_ahead(self, plan: SchedulerOutput) -> tuple[Unread | None, SchedulerOutput]:
+        """What was started of the plan before it came, and what is left to compute of it."""
         ahead, self._ahead = self._ahead, None
         known = {} if ahead is None else ahead.rows_of(plan, self.batch)
         if ahead is None or not known:
-            return plan
-        rows, own = np.array(list(known)), list(known.values())
-        plan = without(plan, {ahead.request_ids[row] for row in own})
-        is_all = not plan.num_scheduled_tokens and len(rows) == len(self.batch.request_ids)
-        if is_all and plan.repeats and self._may_run_ahead():
-            tokens = ahead.tokens_of(own, self.backend.upload)
-            self._ahead = self._start_ahead(ahead.positions[own] + 1, tokens)
-        self._reader().take(rows, ahead.started.finish().of(own), result)
-        self.batch.advance(rows)
-        return plan
+            return None, plan
+        plan = without(plan, {ahead.request_ids[row] for row in known.values()})
+        is_all = not plan.num_scheduled_tokens and list(known.values()) == list(range(len(ahead.request_ids)))
+        early = ahead.of(known, self.backend.upload, is_all)
+        self.batch.advance(early.rows)
+        return early, plan
+
+    def _take(self, unread: list[Unread], goes_on: bool, result: RunnerOutput) -> None:
+        """Read sampled tokens. `goes_on`: the step that computes them is started before, of all batch rows."""
+        if goes_on:
+            self._ahead = self._start_ahead(*in_order(unread, self.backend.upload))
+        for part in unread:
+            self._reader().take(part.rows, part.finish(), result)
+
+    def _start_ahead(self, positions: np.ndarray, tokens: torch.Tensor) -> StepAhead | None:
+        """Start the step after the one that computed these positions, int64 [rows], of all rows, from the tokens that
+        it samples, int64 [rows]; None: it was not."""
+        step = self.batch.build_next(positions + 1, tokens)
+        if step is None:
+            return None
+        hidden = self.forward(self.prepare_batch(step))
+        unread = self._reader().start(hidden, step.logit_rows.rows, step.logit_rows.positions)
+        return StepAhead(list(self.batch.request_ids), unread)
 
     def _logits_of(self, hidden: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
         """`compute_logits` of logit rows of these batch rows."""

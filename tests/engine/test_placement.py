@@ -29,7 +29,8 @@ from llm.inputs import LoRARequest
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import pytorch
 from llm.layers.attention import PagedAttention
-from llm.runner.ahead import StepAhead
+from llm.runner import model_runner
+from llm.runner.ahead import StepAhead, in_order
 from llm.runner.model_runner import ModelRunner
 from llm.sampling import sampler
 from llm.sampling.logits_processors import builtin, interface
@@ -338,6 +339,26 @@ def test_a_step_that_is_started_early_changes_no_answer(
             assert a.keys() == b.keys() and all(abs(a[key].logprob - b[key].logprob) < 1e-4 for key in a)
 
 
+@pytest.mark.parametrize("caching", [False, True])
+def test_rows_join_others_whose_step_was_started_early(
+    pretend: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, caching: bool
+) -> None:
+    row, folder = TINY_MODELS["qwen3"], tiny_checkpoint("qwen3", tmp_path_factory)
+    prompts = (make_prompts(row) * 8)[:28]
+    options = {**row.engine, "skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 9, "block_size": 4}
+    params = [SamplingParams(temperature=i % 2, max_tokens=4 + i, seed=i, ignore_eos=True) for i in range(len(prompts))]
+    with open_llm(folder, **options, device="cpu", speculative_config=None) as opened:
+        expected = tokens(run(opened, prompts, params))
+    with open_llm(folder, **options, device=pretend, enable_prefix_caching=caching) as opened:
+        ahead, runner, plans = Ahead(opened, monkeypatch), engine_of(opened).runner, []
+        execute = runner.execute
+        runner.execute = lambda plan: plans.append(plan) or execute(plan)
+        assert tokens(run(opened, prompts, params)) == expected
+        joined = sum(bool(plan.new_rows) and len(plan.num_scheduled_tokens) > 1 and plan.goes_on for plan in plans)
+        assert joined > 12 and ahead.started > 0.8 * len(plans) and ahead.taken > 0.8 * ahead.rows
+        engine_of(opened).scheduler.check_integrity()
+
+
 def test_rows_that_lose_their_blocks_or_are_left_half_done_are_not_mixed_up(
     pretend: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -425,7 +446,9 @@ def test_a_step_of_other_rows_is_seen(
             )
         else:
             monkeypatch.setattr(
-                StepAhead, "tokens_of", lambda self, rows, upload: self.started.tokens[: len(rows)].flip(0)
+                model_runner,
+                "in_order",
+                lambda parts, upload: (in_order(parts, upload)[0], in_order(parts, upload)[1].flip(0)),
             )
         with contextlib.suppress(IndexError, LLMError, RuntimeError):
             assert tokens(run(opened, prompts, MANY)) != expected
