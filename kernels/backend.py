@@ -91,18 +91,21 @@ class StepSize(NamedTuple):
     """A size in which a backend records steps.
 
     Attributes:
-        tokens, rows: the most that a step of this size has: its inputs have memory for so many. A smaller step is
-            padded with token 0 and empty rows, in block 0 of every cache and slot 0 of every state, which no request
-            has.
+        tokens, rows: the most that a step of this size has: its inputs have memory for so many. What a smaller one has
+            less is padding: token 0 and empty rows, in block 0 of every cache and slot 0 of every state, which no
+            request has.
         tokens_per_row: the tokens of every row, if all rows have as many and all need logits (decode steps, with drafts
             or without); 0: rows may have any number of tokens.
         bound_to: what else a recording holds for, such as the number of threads.
+        is_whole: padding is computed like the rest; False, of rows with any number of tokens: it is left out. With
+            `tokens_per_row` it is always computed.
     """
 
     tokens: int
     rows: int
     tokens_per_row: int = 0
     bound_to: Hashable = None
+    is_whole: bool = False
 
 
 class NotRecordable(Exception):

@@ -426,7 +426,9 @@ def _attention(
     programs = rows * keys.shape[0] * -(-lines // tile["BM"])
     split = segments > 1 and lines <= _FEW_LINES and programs < _MANY_PROGRAMS
     aligned = keys.stride(1) % 16 == 0 and values.stride(1) % 16 == 0
-    out = torch.empty(tokens, heads, width, dtype=query.dtype, device=query.device)
+    # Of a recorded step, whose rows have at most so many tokens, some may have no row; they are computed on.
+    make = torch.empty if sum(metadata.query_lens_list) == tokens else torch.zeros
+    out = make(tokens, heads, width, dtype=query.dtype, device=query.device)
     parts = maxima = totals = ends = None
     if split:
         parts = torch.empty(segments, tokens * heads, width, dtype=torch.float32, device=query.device)

@@ -1,6 +1,7 @@
 """The Triton kernels as a backend, for platforms of GPUs; PyTorch's operations where Triton is not installed.
 
-Decode steps are recorded as CUDA graphs.
+Decode steps are recorded as CUDA graphs, and steps with short prompts: to launch a layer's kernels one by one takes the
+host about a millisecond, and the device less.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ _PLACEWISE = {
 _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 # Tokens of such a step, drafts included. The larger a step, the less there is between its kernels.
 _MOST_GRAPH_TOKENS = 512
+# Tokens and batch rows of recorded steps whose rows have any number of tokens. Attention has programs for as many lines
+# of every row as all have together; those of no line end at once.
+_PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
+_PROMPT_ROWS = (8, 64)
 
 
 class Graph:
@@ -96,7 +101,12 @@ class TritonBackend(Backend):
 
     def step_sizes(self, tokens: int, rows: int, tokens_per_row: int) -> Sequence[tuple[StepSize, int | None]]:
         at = bisect_left(_GRAPH_ROWS, rows)
-        if not tokens_per_row or at == len(_GRAPH_ROWS):
+        if not tokens_per_row:
+            tokens_at, at = bisect_left(_PROMPT_TOKENS, tokens), bisect_left(_PROMPT_ROWS, rows)
+            if tokens_at == len(_PROMPT_TOKENS) or at == len(_PROMPT_ROWS):
+                return ()
+            return [(StepSize(_PROMPT_TOKENS[tokens_at], _PROMPT_ROWS[at], is_whole=True), 1)]
+        if at == len(_GRAPH_ROWS):
             return ()
         size = StepSize(_GRAPH_ROWS[at] * tokens_per_row, _GRAPH_ROWS[at], tokens_per_row)
         return [(size, 1)] if size.tokens <= _MOST_GRAPH_TOKENS else ()

@@ -123,7 +123,7 @@ class RecordedSteps:
         tokens, counts, tokens_per_row = len(batch.input_ids), batch.metadata[0].query_lens_list, _tokens_per_row(batch)
         has_adapters, stores_less = batch.adapter_ids is not None, any(map(_stores_less, batch.metadata))
         for size, after in self._backend.step_sizes(tokens, len(counts), tokens_per_row):
-            if not size.tokens_per_row and not self._takes_any_size(batch):
+            if not size.tokens_per_row and not self._takes_any_size(batch, size.is_whole):
                 continue
             key = size, has_adapters, stores_less
             step = (self._steps if size.tokens_per_row else self._any_size).get(key)
@@ -258,7 +258,10 @@ class RecordedSteps:
             with self._noting_parts():
                 recording = self._backend.record(compute, tokens, size, lambda tokens: inputs.fill(batch, tokens))
         except NotRecordable as reason:
-            self.refusal = str(reason)
+            if size.tokens_per_row:
+                self.refusal = str(reason)
+            else:
+                self.any_size_refusal = str(reason)
             return None
         except (IndexError, RuntimeError, ValueError) as error:
             # The caller computes the step, which raises again; but states that have changed must not change twice.
@@ -299,10 +302,12 @@ class RecordedSteps:
             and not self.is_watched
         )
 
-    def _takes_any_size(self, batch: ForwardBatch) -> bool:
+    def _takes_any_size(self, batch: ForwardBatch, is_whole: bool) -> bool:
         if self.any_size_refusal is not None:
             return False
         recurrent = [item for item in batch.metadata if isinstance(item, RecurrentMetadata)]
+        if recurrent and is_whole:
+            return False
         return not recurrent or (self._rolls_back and not any(map(_stores_less, recurrent)))
 
 
@@ -372,11 +377,11 @@ class StepInputs:
             _copy(own.seq_lens, source.seq_lens, rows, fewer, tokens_per_row)
             if not tokens_per_row:
                 own.query_start_loc.fill_(tokens)
-                own.query_start_loc[: rows + 1].copy_(source.query_start_loc.clamp(max=tokens))
+                own.query_start_loc[: rows + 1].copy_(source.query_start_loc[: rows + 1].clamp(max=tokens))
 
     def batch(self, batch: ForwardBatch, tokens: int) -> ForwardBatch:
-        """As `batch`, with the first `tokens` of these tensors; of a size with `tokens_per_row`, with all of them."""
-        count = self._size.tokens if self._size.tokens_per_row else tokens
+        """As `batch`, with the first `tokens` of these tensors; with all of them where padding is computed."""
+        count = self._size.tokens if self._size.tokens_per_row or self._size.is_whole else tokens
         own = [item if isinstance(item, RecurrentMetadata) else _first_tokens(item, count) for item in self._metadata]
         return replace(
             batch,
@@ -408,6 +413,8 @@ class StepInputs:
         if tokens_per_row or isinstance(own, RecurrentMetadata):
             own.query_lens_list = _padded(metadata.query_lens_list, rows, tokens_per_row)
             own.seq_lens_list = _padded(metadata.seq_lens_list, rows, tokens_per_row)
+        elif self._size.is_whole:
+            own.query_lens_list = [self._size.tokens] * rows  # the most that each may have
         if self._hides_lengths:
             own.seq_lens_list = _HiddenLengths()
         own.seq_lens = metadata.seq_lens.new_full((rows,), tokens_per_row)

@@ -19,14 +19,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from embedded import open_llm, run, tokens
+from embedded import engine_of, open_llm, run, tokens
 from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
 
 import llm.platforms
 from llm import LLM, SamplingParams
 from llm.kernels.backend import StepSize
 from llm.kernels.reference.rotation import rotate
-from llm.kernels.triton import attention, check, elementwise, gemm, language, launch, moe, vocabulary
+from llm.kernels.triton import attention, backend, check, elementwise, gemm, language, launch, moe, vocabulary
 from llm.kernels.triton.backend import TritonBackend, kernel, kernel_names
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.interface import PlatformEnum
@@ -214,12 +214,14 @@ def test_a_process_that_ends_badly_after_its_answers_says_nothing_of_others(monk
 
 
 def test_decode_steps_are_padded_to_few_sizes() -> None:
-    backend = TritonBackend({}, "a test asked for it")
-    sizes = {rows: backend.step_sizes(rows * 2, rows, 2) for rows in (1, 3, 9, 70, 256, 257)}
+    own = TritonBackend({}, "a test asked for it")
+    sizes = {rows: own.step_sizes(rows * 2, rows, 2) for rows in (1, 3, 9, 70, 256, 257)}
     assert {rows: size[0][0].rows for rows, size in sizes.items() if size} == {1: 1, 3: 4, 9: 16, 70: 80, 256: 256}
     assert sizes[3][0] == (StepSize(tokens=8, rows=4, tokens_per_row=2), 1), "recorded when it comes again"
-    assert backend.step_sizes(256 * 3, 256, 3) == () and backend.step_sizes(20, 3, 0) == ()
-    assert not backend.records, "there are no graphs on a CPU"
+    assert own.step_sizes(256 * 3, 256, 3) == ()
+    assert own.step_sizes(70, 3, 0) == [(StepSize(128, 8, is_whole=True), 1)]
+    assert own.step_sizes(1025, 3, 0) == own.step_sizes(100, 65, 0) == ()
+    assert not own.records, "there are no graphs on a CPU"
 
 
 # --- Arithmetic. ---
@@ -320,3 +322,50 @@ def test_an_engine_on_these_kernels_answers_as_the_cpu_and_alone_as_in_a_batch(
     if is_slow:
         with open_llm(str(folder), device="triton", max_num_batched_tokens=7, max_num_seqs=2, **arguments) as opened:
             assert answers(opened, prompts) == together, "in chunks"
+
+
+class Anew:
+    """Stands for a graph: what it would replay is computed anew, into the memory of the first results."""
+
+    refusal = ""
+
+    def __init__(self, compute: Callable[[int], Any], tokens: int) -> None:
+        self._compute, self.results = compute, compute(tokens)
+
+    def run(self, tokens: int = 0) -> Any:
+        for target, source in zip(self.results, self._compute(tokens), strict=True):
+            target.copy_(source)
+        return [item[:tokens] for item in self.results] if tokens else self.results
+
+
+def test_padded_prompts_have_the_bits_of_prompts(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, beside rows that decode, after other prompts of the same size."""
+    sizes: list[StepSize] = []
+
+    def record(self: Any, compute: Any, tokens: int = 0, size: Any = None, fill: Any = None) -> Anew:
+        if fill is not None:
+            sizes.append(size)
+            fill(0)
+            compute(tokens)
+            fill(tokens)
+        return Anew(compute, tokens)
+
+    monkeypatch.setattr(llm.platforms, "BUILTIN", (*llm.platforms.BUILTIN, TritonPlatform))
+    monkeypatch.setattr(TritonBackend, "record", record)
+    monkeypatch.setattr(backend, "_PROMPT_TOKENS", (16, 32))
+    folder, row = tiny_checkpoint("llama", tmp_path_factory), TINY_MODELS["llama"]
+    prompts = [{"prompt_token_ids": [(7 * i + at) % 50 for at in range(count)]} for i, count in enumerate((9, 5, 22))]
+    arguments = {"max_model_len": 64, "skip_tokenizer_init": True, "max_num_batched_tokens": 20, **row.engine}
+    with open_llm(str(folder), device="triton", enable_prefix_caching=False, **arguments) as opened:
+        expected = answers(opened, prompts)
+        runner: Any = engine_of(opened).runner
+        monkeypatch.setattr(runner.backend, "records", True)
+        runner.recorded = runner._new_recorded()
+        for some in (prompts, prompts[::-1]):
+            assert answers(opened, some) == [expected[prompts.index(prompt)] for prompt in some]
+        assert {size.tokens for size in sizes if size.is_whole} == {32}
+        assert runner.recorded.refusal is None and runner.recorded.any_size_refusal is None
+        for step in runner.recorded._any_size.values():
+            assert len(step.inputs._metadata[0].query_start_loc) == 9 and step.recording.results[0].isfinite().all()
