@@ -22,6 +22,8 @@ NOT_FINITE = "holds NaN or infinite values and cannot be quantized"
 CLIP_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 # A weight is quantized this many elements at a time: a CPU's cache holds the temporaries, and a device has few calls.
 _INTEGER_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 24
+# On a device, where errors are compensated: some thousand launches for each part.
+_COMPENSATED_CHUNK = 1 << 26
 # Of the order of sums: sums side by side, those added at once, and how many stripes are summed before their sums are.
 _STRIPE, _VECTOR, _RUN, _LEVELS = 32, 8, 16, 4
 
@@ -225,7 +227,8 @@ def quantize_weight_as(
     if input_squares is not None:
         check_input_squares(input_squares, columns, group_size, rotation)
     signal = noise = 0.0
-    step = max(1, (_FORM_CHUNK if weight.device.type == "cpu" else _DEVICE_CHUNK) // max(1, columns))
+    on_device = _DEVICE_CHUNK if input_squares is None else _COMPENSATED_CHUNK
+    step = max(1, (_FORM_CHUNK if weight.device.type == "cpu" else on_device) // max(1, columns))
     for start in range(0, rows, step):
         part = slice(start, start + step)
         values = rotate(weight[part], rotation) if rotation else weight[part].float()
@@ -494,8 +497,8 @@ def _round_with_compensation(
     original = groups.flatten(1) if scale is None else groups.flatten(1) / scale[..., 0]
     # A column's values are side by side: [B, rows, blocks].
     x = original.view(rows, *input_squares.shape).permute(2, 0, 1).contiguous()
-    done = _Compensated(form, size, x, torch.empty_like(x), torch.empty_like(x))
-    done.round(slice(0, len(x)), 1 / input_squares.t())
+    done = _Compensated(form, size, x, torch.empty_like(x), torch.empty_like(x), _shares(1 / input_squares.t()))
+    done.round(slice(0, len(x)))
     codes, values = (part.permute(1, 2, 0).reshape_as(groups) for part in (done.codes, done.values))
     # [rows, blocks, groups of a block, 1]
     steps, others = (torch.stack(part, dim=2).reshape(rows, -1, 1) for part in zip(*done.grids, strict=True))
@@ -514,6 +517,7 @@ class _Compensated:
     this form. Their spectra are the means, arithmetic and harmonic, of the halves of the spectrum.
 
     Attributes:
+        shares: of `_shares`.
         grids: scale and zero point of each group, or step and level, [rows, blocks].
     """
 
@@ -522,12 +526,13 @@ class _Compensated:
     x: torch.Tensor
     codes: torch.Tensor
     values: torch.Tensor
+    shares: dict[int, torch.Tensor]
     grids: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    # Of the group that is being rounded: its step, zero point or shift, the step's inverse, the least and largest code.
     _grid: tuple[torch.Tensor, ...] = ()
 
-    def round(self, columns: slice, spectrum: torch.Tensor) -> None:
-        """spectrum: [columns, blocks]."""
-        count = len(spectrum)
+    def round(self, columns: slice) -> None:
+        count = columns.stop - columns.start
         if count == self.group_size:
             self._find_grid(columns)
         if count == 1:
@@ -535,33 +540,44 @@ class _Compensated:
             return
         half = count // 2
         first, second = slice(columns.start, columns.start + half), slice(columns.start + half, columns.stop)
-        low, high = spectrum.split(half)
-        mean = 0.5 * (low + high)
         error = self.x[first].clone()
-        self.round(first, mean)
-        self.x[second] -= _spread(error - self.values[first], (low - high) / mean / count)
-        self.round(second, low / mean * high)
+        self.round(first)
+        self.x[second] -= _spread(error - self.values[first], self.shares[count][columns.start // count])
+        self.round(second)
 
     def _find_grid(self, columns: slice) -> None:
         moved = self.x[columns].permute(1, 2, 0).contiguous()
         if self.form == "asymmetric":
-            _, step, zero = asymmetric_groups(moved)
-            self._grid = step[..., 0], zero[..., 0] + 8
-            self.grids.append((step[..., 0], zero[..., 0]))
+            step, zero = (part[..., 0] for part in asymmetric_groups(moved)[1:])
+            other = zero + 8
+            self._grid = step, other, _inverse(step), -other, _MOST_CODE - other
+            self.grids.append((step, zero))
         else:
-            step, place = level_of(moved)
-            self._grid = step[..., 0], place[..., 0]
-            self.grids.append((step[..., 0], (step + 16 * place)[..., 0]))
+            step, place = (part[..., 0] for part in level_of(moved))
+            self._grid = step, shift_of(step, place), 1 / step, *code_limits(step, place)
+            self.grids.append((step, step + 16 * place))
 
     def _round_column(self, column: int) -> None:
-        step, other = self._grid
+        step, other, inverse, least, most = self._grid
+        x = self.x[column]
+        code = ((x if self.form == "asymmetric" else x + other) * inverse).round_()
+        code = torch.maximum(torch.minimum(code, most), least)
         if self.form == "asymmetric":
-            code = _from_zero(self.x[column], step, other)
             self.codes[column], self.values[column] = code + (other - 8), code * step
         else:
-            shift = shift_of(step, other)
-            code = _whole_codes(self.x[column] + shift, step, other)
-            self.codes[column], self.values[column] = code - 8, code * step - shift
+            self.codes[column], self.values[column] = code - 8, code * step - other
+
+
+def _shares(spectrum: torch.Tensor) -> dict[int, torch.Tensor]:
+    """spectrum [B, blocks] -> for each number of columns that are halved, [B / columns, columns / 2, blocks]: what
+    errors of the first half are spread by, of each such run of columns."""
+    found, runs = {}, spectrum[None]
+    while (count := runs.shape[1]) > 1:
+        low, high = runs.split(count // 2, dim=1)
+        mean = 0.5 * (low + high)
+        found[count] = (low - high) / mean / count
+        runs = torch.stack((mean, low / mean * high), dim=1).view(-1, count // 2, spectrum.shape[1])
+    return found
 
 
 def _spread(x: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
