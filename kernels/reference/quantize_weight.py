@@ -606,7 +606,8 @@ def column_squares(weight: torch.Tensor) -> torch.Tensor:
         ValueError: a weight is not finite.
     """
     total = torch.zeros(weight.shape[1], dtype=torch.int64, device=weight.device)
-    for part in weight.split(max(1, _FORM_CHUNK // max(1, weight.shape[1]))):
+    chunk = _FORM_CHUNK if weight.device.type == "cpu" else _DEVICE_CHUNK
+    for part in weight.split(max(1, chunk // max(1, weight.shape[1]))):
         largest = largest_of(part.float())
         units = torch.where(largest > _LEAST_DIVISOR, torch.full_like(largest, _LARGEST_SHARE) / largest, 0)
         total += (part.float() * units).round_().square_().sum(dim=0, dtype=torch.float64).long()

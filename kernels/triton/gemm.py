@@ -467,9 +467,8 @@ class Form(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """True if codes could be multiplied as values that are computed before, to the same sums."""
-        is_plain = self.KIND == "float" or (self.KIND == "int8" and self.INT8_X)
-        return not (is_plain or self.IN_GROUPS or self.HALVES or (self.VALUES and not self.BLOCK_GROUPS))
+        """True if unpacking takes long, and values that are unpacked before have the same sums."""
+        return self.BLOCK_GROUPS > 0 and not (self.IN_GROUPS or self.HALVES)
 
     def unpacked(self) -> Form:
         """Of those values."""
@@ -565,6 +564,10 @@ _TILES: dict[str, tuple[_Tile, ...]] = {
         *(_Tile(256, 128, 8, 4, BK=64), _Tile(128, 64, 4, 4, BK=64)),
         *(_Tile(64, 64, 4, 4), _Tile(32, 64, 4, 4), _Tile(16, 64, 4, 4)),
     ),
+    "float in segments": (
+        *(_Tile(128, 128, 8, 4, BK=64), _Tile(128, 64, 4, 4, BK=64)),
+        *(_Tile(64, 64, 4, 4), _Tile(32, 64, 4, 4), _Tile(16, 64, 4, 4)),
+    ),
     "integers": (
         *(_Tile(128, 128, 8, 3), _Tile(128, 64, 4, 3)),
         *(_Tile(64, 64, 4, 3), _Tile(32, 64, 4, 3), _Tile(16, 64, 4, 3)),
@@ -620,8 +623,10 @@ def _hopper_tile(m: int, n: int, form: Form) -> dict[str, int]:
     """The largest tile of which there are enough, of no more rows than there are."""
     if form.INT8_X:
         kind = "unpacked to integers" if form.KIND == "int4" else "integers"
+    elif form.KIND == "float":
+        kind = "float" if form.SEGMENTS == 1 else "float in segments"
     else:
-        kind = {"float": "float", "int4": "int4 to floats"}.get(form.KIND, "int8 to floats")
+        kind = "int4 to floats" if form.KIND == "int4" else "int8 to floats"
     rows, split = power_of_two(m), form.SEGMENTS if m < _MANY_ROWS else 1
     # Sums of segments need as many registers again.
     most = 256 * 128 if split > 1 or form.SEGMENTS == 1 else 128 * 128
