@@ -30,8 +30,7 @@ from llm.engine.rows import Row
 from llm.engine.step import RowImage, RowImages
 from llm.errors import LLMError, UnsupportedModelError, ValidationError
 from llm.loading.model_files import check_small_files, read_json
-from llm.models.vision.both_ways import sees_both_ways, spans_of
-from llm.models.vision.inputs import Processed
+from llm.models.vision.inputs import Processed, sees_both_ways, spans_of
 from llm.models.vision.processor import FILES, IMAGE, VIDEO, PictureProcessor
 from llm.models.vision.tower import tower_has_axes
 from llm.text.images import NAME, MediaLimits, Picture, bad_picture, from_url, read_picture

@@ -50,7 +50,7 @@ from llm.loading.source import ModelSource, Tensors, UpdatedTensors
 from llm.loading.weight_file import WeightFile
 from llm.loading.weight_map import Target, WeightMap, stored_name
 from llm.models.eagle3 import Eagle3ForCausalLM
-from llm.models.vision.both_ways import sees_both_ways
+from llm.models.vision.inputs import sees_both_ways
 from llm.models.vision.language import feature_multiplier
 from llm.models.vision.tower import VisionTower
 from llm.platforms.interface import Platform

@@ -1,4 +1,7 @@
-"""What a tower gets of a picture or a video."""
+"""What a tower gets of a picture or a video, and which of its tokens see each other in both directions.
+
+Pictures are resized by PyTorch's own resampling of bytes, which is what torchvision calls: the pixels are equal.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from llm.base.text import clip
+from llm.base.types import JsonObject
 from llm.errors import ValidationError, nearest
 
 Inputs = dict[str, torch.Tensor]
@@ -69,3 +75,40 @@ def processing(what: str) -> Iterator[None]:
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, NotImplementedError) as error:
         reason = clip(" ".join(str(error).split()), 200) or type(error).__name__
         raise ValidationError(f"{what} cannot be processed: {reason}", parameter="multi_modal_data") from error
+
+
+def sees_both_ways(config: JsonObject) -> str:
+    """ "images": the tokens of a picture do; "prompt": all of a prompt with pictures (a prefix language model);
+    "windows": those of a picture, in layers with a window alone; "": none do. `config`: the decoded config.json."""
+    text = config.get("text_config")
+    gemma4 = text.get("use_bidirectional_attention") if isinstance(text, Mapping) else None
+    if config.get("model_type") in ("gemma4", "gemma4_unified"):
+        return "windows" if gemma4 == "vision" else ""
+    return {"gemma3": "images", "shieldgemma2": "images", "paligemma": "prompt"}.get(str(config.get("model_type")), "")
+
+
+def spans_of(kind: str, places: np.ndarray, length: int) -> tuple[tuple[int, int], ...]:
+    """(first, end) of each run. places: int64, increasing, the positions of pictures' tokens in a prompt."""
+    if not kind or not len(places):
+        return ()
+    if kind == "prompt":
+        return ((0, length),)
+    runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in runs)
+
+
+# Pillow's numbers -> PyTorch's names.
+_FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+
+
+def resized(pixels: torch.Tensor, size: tuple[int, int], resample: int) -> torch.Tensor:
+    """uint8 [N, 3, H, W] -> [N, 3, *size].
+
+    resample: Pillow's number of a filter, as in preprocessor_config.json.
+    """
+    if tuple(pixels.shape[-2:]) == size:
+        return pixels
+    mode = _FILTERS[resample]
+    if mode == "nearest":
+        return F.interpolate(pixels, size, mode="nearest")
+    return F.interpolate(pixels, size, mode=mode, align_corners=False, antialias=True)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from llm.models.transformers_backend.skeleton import Theirs
-from llm.models.vision.pixels import resized
+from llm.models.vision.inputs import resized
 
 
 def idefics2_processor(theirs: Theirs) -> type:

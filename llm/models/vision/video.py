@@ -21,8 +21,7 @@ from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.errors import UnsupportedModelError
 from llm.models.transformers_backend.skeleton import Theirs
-from llm.models.vision.inputs import Processed, Timing, check_options, processing
-from llm.models.vision.pixels import resized
+from llm.models.vision.inputs import Processed, Timing, check_options, processing, resized
 
 if TYPE_CHECKING:
     from PIL.Image import Image
