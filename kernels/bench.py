@@ -55,6 +55,7 @@ _WIDTH, _OUTPUTS = 32, 16
 _HEADS, _KV_HEADS, _HEAD_SIZE, _BLOCK = 1, 1, 16, 16
 _SHORT_EXPERTS, _SHORT_USED = 32, 8
 _CALLS = 500
+_REPETITIONS = 20  # of so many calls
 
 
 @dataclass(frozen=True)
@@ -334,22 +335,22 @@ CASES = (
 )
 
 
-def call_lines(backend: Backend, repetitions: int = 20) -> Iterator[str]:
+def call_lines(backend: Backend) -> Iterator[str]:
     """What it takes to call an operation from Python, on one short row where the arithmetic is negligible, and as a
     recorded program: the kernel and the unpacking of its arguments. The best of the repetitions, in microseconds."""
     yield f"{'one call, microseconds':<22}{'from Python':>12}{'replayed':>10}"
     with torch.inference_mode():
         for name, call in _short_calls(backend):
-            line = f"{name:<22}{_call_time(call, repetitions):>12.2f}"
+            line = f"{name:<22}{_call_time(call):>12.2f}"
             if backend.records:
                 recording = backend.record(lambda tokens, call=call: (call(), ())[1])  # type: ignore[misc]
-                line += f"{_call_time(recording.run, repetitions):>10.2f}"
+                line += f"{_call_time(recording.run):>10.2f}"
             yield line
 
 
-def _call_time(call: Callable[[], Any], repetitions: int) -> float:
+def _call_time(call: Callable[[], Any]) -> float:
     times = []
-    for _ in range(repetitions):
+    for _ in range(_REPETITIONS):
         started = perf_counter()
         for _ in range(_CALLS):
             call()

@@ -42,9 +42,9 @@ def check_block(block: int, columns: int) -> None:
         )
 
 
-def block_for(columns: int, most: int = LARGEST_BLOCK) -> int:
-    """The largest block of at most `most` that divides `columns`; 0: none."""
-    block = math.gcd(columns, most)
+def block_for(columns: int) -> int:
+    """The largest block that divides `columns`; 0: none."""
+    block = math.gcd(columns, LARGEST_BLOCK)
     return block if block >= LEAST_BLOCK else 0
 
 

@@ -30,20 +30,16 @@ def serial_pytorch() -> Iterator[None]:
     """Inside this context PyTorch computes on the calling thread alone; other threads of the program keep theirs."""
     threads = num_threads()
     token = _outside.set(threads)
-    _set_of_this_thread(1, threads)
+    torch.set_num_threads(1)
+    # The setting holds for this thread, and for every thread that computes for the first time after it.
+    other = Thread(target=torch.set_num_threads, args=(threads,))
+    other.start()
+    other.join()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         _outside.reset(token)
-
-
-def _set_of_this_thread(count: int, others: int) -> None:
-    """`torch.set_num_threads` holds for this thread, and for every thread that computes for the first time after it."""
-    torch.set_num_threads(count)
-    other = Thread(target=torch.set_num_threads, args=(others,))
-    other.start()
-    other.join()
 
 
 _WARNINGS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}

@@ -135,9 +135,9 @@ def with_positive_scales(layer: StoredLayer) -> StoredLayer:
     return replace(layer, weight=replace(weight, q=q, scale=weight.scale.abs(), zero=zero))
 
 
-def without_form(name: str, what: str, format: str) -> LLMError:
+def _has_minima(name: str, format: str) -> LLMError:
     """For a weight that a format has no form for."""
-    return LLMError(f"{name} has {what}, which {format} has no form for; save it as 'gguf'.")
+    return LLMError(f"{name} has minima, which {format} has no form for; save it as 'gguf'.")
 
 
 def read_weight(model: nn.Module, targets: Mapping[str, Target], name: str) -> torch.Tensor:
@@ -292,7 +292,7 @@ def _is_table(layer: StoredLayer) -> bool:
 
 def _group(name: str, scheme: str, weight: IntegerWeight) -> JsonObject:
     if weight.minimum is not None:
-        raise without_form(name, "minima", "compressed-tensors")
+        raise _has_minima(name, "compressed-tensors")
     grouped = weight.scale.shape[1] > 1
     stored, kind = _format(name, weight, scheme in _WEIGHT_ONLY)
     weights: JsonObject = {
@@ -553,7 +553,7 @@ def _form(name: str, layer: StoredLayer) -> tuple[int, int]:
             "'compressed-tensors'."
         )
     if weight.minimum is not None:
-        raise without_form(name, "minima", "GPTQ")
+        raise _has_minima(name, "GPTQ")
     rows, columns = weight.q.shape
     if rows * weight.bits % 32 or columns * weight.bits % 32:
         raise LLMError(

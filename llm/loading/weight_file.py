@@ -189,8 +189,9 @@ def check_folder(folder: Path, needed: int) -> None:
         )
 
 
-def _file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+def _file_system(path: Path) -> str:
     """The type of the file system that `path` is on; "" if unknown."""
+    mounts = Path("/proc/self/mountinfo")
     if not mounts.exists():
         return ""
     device = path.stat().st_dev

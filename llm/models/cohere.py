@@ -42,7 +42,7 @@ class Cohere2ForCausalLM(d.DecoderForCausalLM):
         pattern = reader.positive("sliding_window_pattern", reader.positive("_sliding_window_pattern", 4))
         _expect_older_keys(reader, pattern)
         rope = reader.rope()
-        attention, windows = _attention(reader, rope), d.windows_by_pattern(reader, 4096, pattern)
+        attention, windows = _attention(reader, rope), d.windows_by_pattern(reader, pattern)
         parts = [replace(attention, sliding_window=size, rope=rope if size else None) for size in windows]
         return _decoder(reader, rope, parts)
 

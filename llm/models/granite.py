@@ -76,7 +76,7 @@ class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
         norms = d.ScaledPreNorms(norm, reader.number("residual_multiplier", 1.0))
         return d.uniform_decoder(
             reader,
-            [attention if attends else mamba for attends in d.read_mixers(reader, "layer_types")],
+            [attention if attends else mamba for attends in d.read_mixers(reader)],
             norm,
             mlp=mlp,
             norms=norms,

@@ -38,7 +38,7 @@ class Olmo3ForCausalLM(d.DecoderForCausalLM):
         attention = d.read_attention(reader, full, qk_norm=norm, qk_norm_over="all heads")
         parts = [
             attention if size is None else replace(attention, rope=sliding, sliding_window=size)
-            for size in d.windows_by_pattern(reader, 4096, 4)
+            for size in d.windows_by_pattern(reader, 4)
         ]
         return d.uniform_decoder(reader, parts, norm, norms=d.PostNorms(norm), rope=full)
 

@@ -187,25 +187,21 @@ def with_image(found: ModelPlan, args: LLMArgs, size: str) -> ModelPlan:
     return replace(found, image=size, image_tokens=tokens, image_prompts=held)
 
 
-def preview(args: LLMArgs, rates: Rates | None = None, free: int | None = None) -> ModelPlan:
-    """The plan for these arguments; raises the errors of `LLM(...)`, but not those of memory.
-
-    Args:
-        free: bytes of memory; None: what is free now.
-    """
+def preview(args: LLMArgs, rates: Rates | None) -> ModelPlan:
+    """The plan for these arguments; raises the errors of `LLM(...)`, but not those of memory."""
     with (
         library_defaults(),
         without_weights(args.model, args.revision, lambda path: check_supported(args, path)) as model,
     ):
         here = args if model is args.model else replace(args, model=model, revision=None)
-        found = without_broken_platforms(lambda given: _preview(given, rates, free))(here)
+        found = without_broken_platforms(lambda given: _preview(given, rates))(here)
         return replace(found, model=str(args.model)) if here is not args else found
 
 
-def _preview(args: LLMArgs, rates: Rates | None, free: int | None) -> ModelPlan:
+def _preview(args: LLMArgs, rates: Rates | None) -> ModelPlan:
     platform = select_platform(args.device)[0]
     load_general_plugins()
-    free, places = platform.memory_free() if free is None else free, placements(args)
+    free, places = platform.memory_free(), placements(args)
     model = read_model(let_platform_update(platform, args))
     try:
         if places:

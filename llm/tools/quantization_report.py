@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _BAR_WIDTH, _ROW_HEIGHT, _LABEL_WIDTH = 260, 16, 300
+_PROMPTS, _PROMPT_TOKENS = 64, 24
 
 
 @dataclass(frozen=True)
@@ -356,12 +357,12 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> float:
     return same / max(1, max(len(first), len(second)))
 
 
-def prompts_from(llm: LLM, texts: Sequence[str], count: int = 64, length: int = 24) -> list[TokensPrompt]:
-    """`count` prompts of `length` tokens (fewer if the context is shorter), evenly spaced over the texts."""
-    length = min(length, llm.config.model_config.max_model_len - 1)
+def prompts_from(llm: LLM, texts: Sequence[str]) -> list[TokensPrompt]:
+    """Prompts of 24 tokens (fewer if the context is shorter), evenly spaced over the texts."""
+    length = min(_PROMPT_TOKENS, llm.config.model_config.max_model_len - 1)
     ids = [token for encoded in llm._preprocessor.token_ids(texts, "texts") for token in encoded]
-    step = max(1, (len(ids) - length) // count)
-    starts = range(0, max(1, min(len(ids) - length, step * count)), step)
+    step = max(1, (len(ids) - length) // _PROMPTS)
+    starts = range(0, max(1, min(len(ids) - length, step * _PROMPTS)), step)
     return [{"prompt_token_ids": ids[start : start + length]} for start in starts]
 
 

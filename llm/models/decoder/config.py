@@ -233,9 +233,9 @@ def with_windows(attention: AttentionConfig, windows: Iterable[int | None]) -> l
     return [replace(attention, sliding_window=window) for window in windows]
 
 
-def windows_by_pattern(reader: ConfigReader, default: int, pattern: int) -> list[int | None]:
-    """The sliding window of each layer where every `pattern`th sees all; `default`: a missing `sliding_window`."""
+def windows_by_pattern(reader: ConfigReader, pattern: int) -> list[int | None]:
+    """The sliding window of each layer where every `pattern`th sees all."""
     count = reader.positive("num_hidden_layers")
-    window = reader.optional_positive("sliding_window", default)
+    window = reader.optional_positive("sliding_window", 4096)
     sliding = [window is not None and (index + 1) % pattern != 0 for index in range(count)]
     return layer_windows(reader, count, window, sliding)

@@ -160,7 +160,6 @@ def read_mamba2(
     norm_eps: float | None,
     *,
     width: int | None = None,
-    heads: int = 128,
     norm_before_gate: bool = False,
     multipliers: tuple[float, ...] | None = None,
 ) -> Mamba2Config:
@@ -168,13 +167,12 @@ def read_mamba2(
 
     Args:
         width: channels of the recurrence; None: `mamba_expand` times those of the hidden state.
-        heads: what a missing `mamba_n_heads` means.
         norm_eps, norm_before_gate, multipliers: as in `Mamba2Config`.
     """
     read_activation(reader)
     expand, hidden = reader.positive("mamba_expand", 2), reader.positive("hidden_size")
     width = expand * hidden if width is None else width
-    heads = reader.positive("mamba_n_heads", heads)
+    heads = reader.positive("mamba_n_heads", 128)
     if reader.raw.get("mamba_d_head", "auto") == "auto":
         reader.expect("mamba_d_head", "auto")
         size = width // heads
@@ -198,18 +196,19 @@ def read_mamba2(
     )
 
 
-def read_mixers(reader: ConfigReader, key: str, default: str = "linear_attention") -> list[bool]:
-    """Which layers have attention, from a list of names; the others have a recurrent mixer."""
+def read_mixers(reader: ConfigReader) -> list[bool]:
+    """Which layers have attention, from `layer_types`; the others have a recurrent mixer."""
     count = reader.positive("num_hidden_layers")
-    kinds = reader.names(key) or [default] * count
+    kinds = reader.names("layer_types") or ["linear_attention"] * count
     known = {"attention": True, "full_attention": True, "mamba": False, "linear_attention": False}
     if len(kinds) != count or not known.keys() >= set(kinds):
-        raise reader.error(key, kinds, f"{count} of {', '.join(map(repr, known))}")
+        raise reader.error("layer_types", kinds, f"{count} of {', '.join(map(repr, known))}")
     return [known[kind] for kind in kinds]
 
 
-def read_step_limits(reader: ConfigReader, key: str = "time_step_limit") -> tuple[float, float]:
-    """Two numbers, of which the second may be infinite; without the key steps are not clamped."""
+def read_step_limits(reader: ConfigReader) -> tuple[float, float]:
+    """`time_step_limit`: two numbers, of which the second may be infinite; without it steps are not clamped."""
+    key = "time_step_limit"
     value = reader.raw.get(key, list(NO_LIMIT))
     reader.expect(key, value)
     # transformers 5 writes infinity as an object.
