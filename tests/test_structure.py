@@ -1,4 +1,4 @@
-"""More rules of the package's source: how often `Any` stands, no import cycles.
+"""More rules of the package's source: how often `Any` stands, which files it names, no import cycles.
 
 Every rule has a negative control. Which way imports point is in `test_architecture.py`.
 """
@@ -6,13 +6,16 @@ Every rule has a negative control. Which way imports point is in `test_architect
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from test_architecture import SOURCES, Source, covered, imported_names, source
 
 # How often `Any` may stand in the package.
 MAX_ANY = 317
+FILES = {Path(item.path).name for item in SOURCES}
 
 
 def functions(item: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -26,6 +29,16 @@ def untyped_self(item: Source) -> list[str]:
         for node in functions(item)
         for argument in [*node.args.posonlyargs, *node.args.args][:1]
         if argument.arg == "self" and argument.annotation is not None and "Any" in ast.unparse(argument.annotation)
+    ]
+
+
+def lost_files(item: Source) -> list[str]:
+    """A reader who is sent to a file should find it."""
+    return [
+        f"llm/{item.path}:{number}: {name} is no file of the package; name the one that has its code now"
+        for number, line in enumerate(item.text.splitlines(), start=1)
+        for name in re.findall(r"(?:`|\bsee )(\w+\.py)\b", line)
+        if name not in FILES
     ]
 
 
@@ -83,7 +96,7 @@ def import_cycles(sources: list[Source]) -> list[str]:
     return sorted(" <-> ".join(sorted(circle)) for circle in circles if circle)
 
 
-RULES = [untyped_self]
+RULES = [untyped_self, lost_files]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -109,6 +122,12 @@ def test_an_untyped_self_is_caught() -> None:
     text = "class C:\n    def f(self{}, x: Any) -> Any: ..."
     assert len(untyped_self(source("engine/engine.py", text.format(": Any")))) == 1
     assert not untyped_self(source("engine/engine.py", text.format("")))
+
+
+def test_a_lost_file_is_caught() -> None:
+    text = "# It is measured, see {0}.\nx = 1  # as `{0}` has it\n"
+    assert len(lost_files(source("engine/engine.py", text.format("lost.py")))) == 2
+    assert not lost_files(source("engine/engine.py", text.format("scheduler.py")))
 
 
 def test_every_any_is_counted() -> None:

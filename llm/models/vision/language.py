@@ -123,7 +123,7 @@ def _read(own: type[DecoderForCausalLM], reader: ConfigReader) -> DecoderConfig:
     known |= {"model_type": language_family(reader.raw)}
     known |= {**reader.nested("text_config")} | {"model_type": known["model_type"]}
     if reader.family == "paligemma":
-        for key in ("use_bidirectional_attention", "num_image_tokens"):  # of prompts with pictures, see both_ways.py
+        for key in ("use_bidirectional_attention", "num_image_tokens"):  # of prompts with pictures, see inputs.py
             known.pop(key, None)
     if reader.family == "glm_ocr":
         known["attention_bias"] = False

@@ -35,7 +35,7 @@ class Language:
         kinds: per node ("set", bits), ("cat", head, tail), ("alt", nodes), ("star", node), ("repeat", node, low, high)
             (high -1: no limit), ("text", bytes, start), ("lexeme", node, text), ("ref", name) or
             ("machine", number, state).
-        has_grammar: False if a word has no regular expression for `lark.py`.
+        has_grammar: False if a word has no regular expression for `grammar_of`.
         caveat: what answers may not meet that was asked for; "" if they meet all of it.
         nullable: per node, True if it contains the empty string.
         needs: per node, the length in bytes of its shortest string; valid for references after `close`.
@@ -210,7 +210,7 @@ class Language:
         return self._node(("repeat", node, low, high), low == 0 or self.nullable[node])
 
     def lexeme(self, node: int, text: str) -> int:
-        """`node` as one word of a grammar, where `text` is the expression for it; see `lark.py`."""
+        """`node` as one word of a grammar, where `text` is the expression for it; see `grammar_of`."""
         return self._node(("lexeme", node, text), self.nullable[node]) if node != EMPTY else EMPTY
 
     def ref(self, name: str) -> int:
