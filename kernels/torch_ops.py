@@ -26,7 +26,7 @@ NAMESPACE = "offline_llm"
 # Operations on tensors and numbers only: the schema is the twin's signature.
 PLAIN = (
     *("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rotary_embedding", "log_softmax"),
-    *("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu", "gelu_new", "quick_gelu", "relu", "relu2"),
+    *("silu_and_mul", "mul_and_silu", "gelu_and_mul", "silu", "gelu", "gelu_new", "quick_gelu", "relu", "relu2"),
 )
 # Operations with a weight -> the schema of their first argument; the fields of the weight are the other arguments.
 WITH_WEIGHT = {"linear": "Tensor x", "embedding": "Tensor token_ids"}

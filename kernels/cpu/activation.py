@@ -32,6 +32,11 @@ def gelu_and_mul(library: Library, x: torch.Tensor, approximate: str) -> torch.T
     return _gated(library, _GELUS[approximate], x)
 
 
+def silu(library: Library, x: torch.Tensor) -> torch.Tensor:
+    """float [...] -> [...]: x sigmoid(x)."""
+    return _plain(library, _SILU, x)
+
+
 def gelu(library: Library, x: torch.Tensor, approximate: str) -> torch.Tensor:
     """float [...] -> [...]: gelu; `approximate` as in torch."""
     return _plain(library, _GELUS[approximate], x)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 # Those that a backend may have kernels for.
 OPERATIONS = (
-    *("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu", "gelu_new", "quick_gelu", "relu", "relu2", "soft_cap"),
-    *("xielu", "gelu_and_mul_sparse"),
+    *("silu_and_mul", "mul_and_silu", "gelu_and_mul", "silu", "gelu", "gelu_new", "quick_gelu", "relu", "relu2"),
+    *("soft_cap", "xielu", "gelu_and_mul_sparse"),
 )
 # The constants of "swigluoai", gpt-oss's: of the gate's sigmoid, and where gate and value end.
 SWIGLUOAI_ALPHA = 1.702
@@ -66,6 +66,11 @@ def swiglustep_and_mul(x: torch.Tensor, limit: float) -> torch.Tensor:
     """float [..., 2d] -> [..., d]: min(silu(gate), limit) * up within +-limit; the clamp follows silu."""
     gate, up = _halves(x)
     return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit)).to(x.dtype)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """float [...] -> [...]: x sigmoid(x)."""
+    return F.silu(x.float()).to(x.dtype)
 
 
 def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:

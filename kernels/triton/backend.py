@@ -35,7 +35,7 @@ KERNELS = {
 # Operations of PyTorch that compute an element from those at its place, or sum in one order along a row of fixed
 # width.
 _PLACEWISE = {
-    *("gelu", "gelu_new", "quick_gelu", "relu", "relu2", "soft_cap", "xielu", "multiply", "add", "scale"),
+    *("silu", "gelu", "gelu_new", "quick_gelu", "relu", "relu2", "soft_cap", "xielu", "multiply", "add", "scale"),
     *("quantize_static", "top_k", "cut_below_largest", "mix_two_experts"),
     *("causal_conv1d", "selective_scan", "mamba2_scan", "gated_delta_rule"),
     *("pack", "embedding", "quantize_weight", "quantize_weight_as", "column_squares", "decode_blocks"),

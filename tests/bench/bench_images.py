@@ -6,7 +6,8 @@
 
 The shapes are the published models', with random weights, fewer layers and 1,024 words, so that a run is short: W7
 is 32 pages. `pages` has a row per contestant: ours in bfloat16, with the language model in w8a8, with the tower in
-w8a8 too, and transformers in float32 and bfloat16; how long pages take, and of ours the tower's part. The
+w8a8 too, and transformers in float32 and bfloat16; how long pages take, and of ours the tower's part; the
+CPU seconds of all threads say what other programs on the cores do not change. The
 features of both towers are compared.
 
 `job` runs `python -m llm run --image-column` on a folder of pictures: rows per second beside those of `LLM.generate` on
@@ -26,7 +27,7 @@ import tempfile
 import threading
 from pathlib import Path
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter, process_time, sleep
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,8 @@ def prompts_of(name: str, pages: int) -> list[dict[str, Any]]:
 def ours(folder: Path, name: str, quantization: Any, args: argparse.Namespace) -> dict[str, Any]:
     prompts = prompts_of(name, args.pages)
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
-    with LLM(folder, quantization=quantization, use_tqdm_on_load=False, enable_prefix_caching=False) as llm:
+    more = {"use_tqdm_on_load": False, "enable_prefix_caching": False, "num_threads": args.threads}
+    with LLM(folder, quantization=quantization, **more) as llm:
         small = {"prompt": prompts[0]["prompt"], "multi_modal_data": {"image": images.picture(96, 64)}}
         llm.generate(small, params, use_tqdm=False)  # reads the tower
         tower, seconds = llm._engine.runner.images.tower, []
@@ -115,13 +117,14 @@ def ours(folder: Path, name: str, quantization: Any, args: argparse.Namespace) -
             return found
 
         tower.features = timed
-        started = perf_counter()
+        started, used = perf_counter(), process_time()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        whole = perf_counter() - started
+        whole, used = perf_counter() - started, process_time() - used
         tower.features = compute
         inputs = llm._preprocessor.images.processor.process(images.picture(96, 64), {}).inputs
         return {
             "seconds": whole,
+            "cpu": used,
             "tower": sum(seconds),
             "tokens": len(outputs[0].prompt_token_ids),
             "features": compute(inputs).rows,
@@ -136,13 +139,13 @@ def transformers(folder: Path, name: str, dtype: str, args: argparse.Namespace) 
         processor = llm._preprocessor.images.processor._theirs
     nested = name.startswith("smolvlm")
     prompts = prompts_of(name, args.pages)
-    started = perf_counter()
+    started, used = perf_counter(), process_time()
     for prompt in prompts:
         picture = [prompt["multi_modal_data"]["image"]]
         given = processor(text=[prompt["prompt"]], images=[picture] if nested else picture, return_tensors="pt")
         with torch.inference_mode():
             model.generate(**given, max_new_tokens=args.tokens, min_new_tokens=args.tokens, do_sample=False)
-    return {"seconds": perf_counter() - started}
+    return {"seconds": perf_counter() - started, "cpu": process_time() - used}
 
 
 def pages(args: argparse.Namespace) -> int:
@@ -160,10 +163,13 @@ def pages(args: argparse.Namespace) -> int:
     rivals = [rows[rival]["seconds"] for rival in THEIRS if rival in rows]
     best = min(rivals, default=float("nan"))
     print(f"\n{args.shape}: {args.pages} pages, {args.vision_layers} + {args.text_layers} layers, {args.tokens} tokens")
-    print("| | s per page | of these the tower | times transformers |\n|---|---|---|---|")
+    print("| | s per page | of these the tower | CPU seconds | times transformers |\n|---|---|---|---|---|")
     for contestant, row in rows.items():
         tower = f"{row['tower'] / args.pages:.2f}" if "tower" in row else ""
-        print(f"| {contestant} | {row['seconds'] / args.pages:.2f} | {tower} | {best / row['seconds']:.2f} |")
+        used = row["cpu"] / args.pages
+        print(
+            f"| {contestant} | {row['seconds'] / args.pages:.2f} | {tower} | {used:.2f} | {best / row['seconds']:.2f} |"
+        )
     exact = rows.get("ours, bfloat16")
     for contestant, row in rows.items():
         if exact is not None and contestant in OURS and contestant.endswith("too"):

@@ -142,6 +142,7 @@ CASES = (
     Case("mul_and_silu", of_x("mul_and_silu"), lambda x: halves(x)[0] * silu_64(halves(x)[1]), 2),
     Case("gelu_and_mul", of_x("gelu_and_mul", "none"), lambda x: gelu_64(halves(x)[0]) * halves(x)[1], 2),
     Case("gelu_and_mul tanh", of_x("gelu_and_mul", "tanh"), lambda x: gelu_tanh_64(halves(x)[0]) * halves(x)[1], 2),
+    Case("silu", of_x("silu"), silu_64),
     Case("gelu", of_x("gelu", "none"), gelu_64),
     Case("gelu_new", of_x("gelu_new"), gelu_tanh_64),
     Case("quick_gelu", of_x("quick_gelu"), lambda x: x * torch.sigmoid(1.702 * x)),

@@ -22,16 +22,15 @@ from llm.base.types import JsonObject
 from llm.base.watch import Patchable
 from llm.errors import UnsupportedModelError
 from llm.kernels.select import backend_of_construction
-from llm.layers.linear import ReplicatedLinear
-from llm.layers.vision import Conv2dLayer, Conv3dLayer
 from llm.models.transformers_backend.model import WeightNames
 from llm.models.transformers_backend.skeleton import Theirs, check_counts, compute_buffers, refusing, without_warnings
-from llm.models.vision import attention
+from llm.models.vision import attention, modules
 from llm.models.vision.inputs import TOKENS
 from llm.quantization.base import QuantizationConfig
 
 # Where transformers' models have their language model, from the model or from its `model`.
 _LANGUAGE = ("language_model", "text_model")
+_HEADS = ("lm_head", "language_model.lm_head")
 VIDEO_PIXELS = "pixel_values_videos"
 # What positions are made of, by the names of a tower's inputs; the kinds of tokens.
 _SIZES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
@@ -95,16 +94,7 @@ class VisionTower(Patchable):
             self._language = _take_out_language_model(model)
             attention.use_in(model)
             compute_buffers(model)
-            for path, module in list(model.named_modules()):
-                if attention.is_sams(module):
-                    model.set_submodule(path, attention.SamAttention(module, path, dtype, quant_config))
-                elif attention.is_decoder_of_ocr(module):
-                    model.set_submodule(path, attention.OcrDecoder(module, path, dtype, quant_config))
-            for path, module in list(model.named_modules()):
-                if type(module) is nn.Linear:
-                    model.set_submodule(path, _linear(module, path, dtype, quant_config))
-                elif type(module) in (nn.Conv2d, nn.Conv3d):
-                    model.set_submodule(path, _convolution(module))
+            modules.put_ours_in(model, dtype, quant_config)
             _allocate(model)
         for name, child in model.named_children():
             self.add_module(name, child)
@@ -251,45 +241,6 @@ def _take_out_language_model(model: Theirs) -> tuple[str, ...]:
     if hasattr(model, "lm_head"):
         model.lm_head = nn.Identity()
     return tuple(found)
-
-
-class TowerLinear(ReplicatedLinear):
-    """With the names by which transformers' modules ask for sizes."""
-
-    @property
-    def in_features(self) -> int:
-        return self.input_size
-
-    @property
-    def out_features(self) -> int:
-        return self.output_size
-
-
-def _linear(theirs: nn.Linear, name: str, dtype: torch.dtype, quant_config: QuantizationConfig | None) -> TowerLinear:
-    return TowerLinear(
-        theirs.in_features,
-        theirs.out_features,
-        theirs.bias is not None,
-        params_dtype=dtype,
-        quant_config=quant_config,
-        prefix=name,
-        return_bias=False,
-    )
-
-
-def _convolution(theirs: Theirs) -> Conv2dLayer | Conv3dLayer:
-    return (Conv2dLayer if isinstance(theirs, nn.Conv2d) else Conv3dLayer)(
-        theirs.in_channels,
-        theirs.out_channels,
-        theirs.kernel_size,
-        theirs.stride,
-        theirs.padding,
-        theirs.dilation,
-        theirs.groups,
-        theirs.bias is not None,
-        theirs.padding_mode,
-        params_dtype=torch.float32,
-    )
 
 
 def _allocate(model: nn.Module) -> None:
