@@ -9,8 +9,6 @@ import torch
 
 from llm.kernels.reference.quantize_weight import NF4
 
-INT4_MIN, INT4_MAX = -8, 7
-
 
 def pack_to_int32(values: torch.Tensor, bits: int, dim: int = 1) -> torch.Tensor:
     """compressed-tensors' pack-quantized format: a dense little-endian stream of `bits`-bit numbers in 32-bit words.

@@ -1,4 +1,4 @@
-"""More rules of the package's source: how often `Any` stands, which files it names, no import cycles.
+"""More rules of the package's source: how often `Any` stands, no lost files, no unread names, no import cycles.
 
 Every rule has a negative control. Which way imports point is in `test_architecture.py`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,25 @@ def lost_files(item: Source) -> list[str]:
         for name in re.findall(r"(?:`|\bsee )(\w+\.py)\b", line)
         if name not in FILES
     ]
+
+
+def unread_names(item: Source) -> list[str]:
+    """Of the private names of a module, which nobody else reads."""
+    words = Counter(re.findall(r"\w+", item.text))
+    return [
+        item.at(node, f"{name} is read by nobody")
+        for node in item.tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.FunctionDef | ast.ClassDef)
+        for name in bound_names(node)
+        if name.startswith("_") and not name.startswith("__") and words[name] == 1
+    ]
+
+
+def bound_names(node: ast.Assign | ast.AnnAssign | ast.FunctionDef | ast.ClassDef) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
 
 
 def count_any(item: Source) -> int:
@@ -96,7 +116,7 @@ def import_cycles(sources: list[Source]) -> list[str]:
     return sorted(" <-> ".join(sorted(circle)) for circle in circles if circle)
 
 
-RULES = [untyped_self, lost_files]
+RULES = [untyped_self, lost_files, unread_names]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -128,6 +148,12 @@ def test_a_lost_file_is_caught() -> None:
     text = "# It is measured, see {0}.\nx = 1  # as `{0}` has it\n"
     assert len(lost_files(source("engine/engine.py", text.format("lost.py")))) == 2
     assert not lost_files(source("engine/engine.py", text.format("scheduler.py")))
+
+
+@pytest.mark.parametrize("text", ["_A = 1", "_A: int = 1", "A, _B = 1, 2", "def _f(): ...", "class _C: ..."])
+def test_an_unread_name_is_caught(text: str) -> None:
+    assert len(unread_names(source("engine/engine.py", text))) == 1
+    assert not unread_names(source("engine/engine.py", f"{text}\nprint(_A, _B, _f, _C)"))
 
 
 def test_every_any_is_counted() -> None:

@@ -30,7 +30,6 @@ from llm.quantization.base import QuantizationConfig
 
 # Where transformers' models have their language model, from the model or from its `model`.
 _LANGUAGE = ("language_model", "text_model")
-_HEADS = ("lm_head", "language_model.lm_head")
 VIDEO_PIXELS = "pixel_values_videos"
 # What positions are made of, by the names of a tower's inputs; the kinds of tokens.
 _SIZES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")

@@ -152,7 +152,6 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MOST = 400  # alternatives of one schema
 _MOST_PAIRS = 10_000  # of alternatives that are joined
 _DEEPEST = 60  # schemas inside each other without a value between them
-_DATA = ("const", "enum")
 
 
 class Algebra:
