@@ -229,7 +229,7 @@ def test_an_encoder_pools_on_another_device(pretend: str, tmp_path: Path) -> Non
     np.testing.assert_allclose(vectors[2], vectors[0], rtol=0, atol=0.03)
 
 
-@pytest.mark.parametrize("family", ["smolvlm", "qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_vl", "gemma3", "ovis2"])
 def test_pictures_are_seen_on_another_device(pretend: str, tmp_path: Path, family: str) -> None:
     images.write(family, tmp_path)
     prompts, params = images.asked(family)[:3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

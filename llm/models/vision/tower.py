@@ -150,7 +150,7 @@ class VisionTower(Patchable):
         rows = _rows(pooled)
         if token_ids is None:
             return rows
-        indicators = torch.tensor(model.config.visual_indicator_token_ids)[:, None] == token_ids
+        indicators = (torch.tensor(model.config.visual_indicator_token_ids)[:, None] == token_ids).to(rows.device)
         is_indicator = indicators.any(0)
         features = rows.new_empty(len(token_ids), rows.shape[-1])
         features[~is_indicator] = rows
