@@ -116,24 +116,28 @@ class CausalConv1d(Patchable):
 
     def _load(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: int | None = None) -> int:
         """This rank's channels of section `shard_id`, of all sections if that is None."""
-        if shard_id is not None and self._is_equal_part(loaded, shard_id):
-            first = shard_id * -(-self.channels // len(self.sections))
-            param.data[first : first + len(loaded)] = loaded
-            return loaded.numel()
-        sections = self.sections if shard_id is None else [self.sections[shard_id]]
-        wanted = [sum(sections), *param.shape[1:]]
-        if list(loaded.shape) != wanted:
+        whole = sum(self.sections)
+        first, count = (0, whole) if shard_id is None else (sum(self.sections[:shard_id]), self.sections[shard_id])
+        wanted = [count, *param.shape[1:]]
+        if shard_id is not None and list(loaded.shape) != wanted:
+            # transformers saves the sections' tensors as equal parts of the whole, whatever the sections' sizes.
+            size = -(-whole // len(self.sections))
+            first, count = shard_id * size, max(0, min(size, whole - shard_id * size))
+        if list(loaded.shape) != [count, *param.shape[1:]]:
             raise ValueError(f"has shape {list(loaded.shape)}, the model needs {wanted}")
-        own = torch.cat([part.chunk(self.tp.size)[self.tp.rank] for part in loaded.split(sections)])
-        first = sum(self.output_partition_sizes[: shard_id or 0])
-        param.data[first : first + len(own)] = own
-        return own.numel()
+        return self._copy(param, loaded, first)
 
-    def _is_equal_part(self, loaded: torch.Tensor, shard_id: int) -> bool:
-        """transformers saves the sections' tensors as equal parts of the whole, whatever the sections' sizes."""
-        size = -(-self.channels // len(self.sections))
-        length = max(0, min(size, self.channels - shard_id * size))
-        return self.tp.size == 1 and list(loaded.shape) == [length, *self.weight.shape[1:]]
+    def _copy(self, param: nn.Parameter, loaded: torch.Tensor, first: int) -> int:
+        """Those of this rank among consecutive channels of all sections, from `first` on."""
+        copied = section = place = 0
+        for size, own in zip(self.sections, self.output_partition_sizes, strict=True):
+            begin = section + self.tp.rank * own
+            low, high = max(begin, first), min(begin + own, first + len(loaded))
+            if low < high:
+                param.data[place + low - begin : place + high - begin] = loaded[low - first : high - first]
+                copied += loaded[low - first : high - first].numel()
+            section, place = section + size, place + own
+        return copied
 
     def forward(self, x: torch.Tensor, state: torch.Tensor, metadata: RecurrentMetadata) -> torch.Tensor:
         """`state`: [slots, *state_shape], written in place."""

@@ -50,6 +50,7 @@ FAMILIES = [
     "minicpm3",
     "falcon-h1",
     "qwen3-next",
+    "olmo-hybrid",
 ]
 
 
