@@ -36,6 +36,7 @@ def _module(name: str) -> ModuleType | None:
 
 
 _fcntl, _msvcrt, _pwd, _resource = (_module(name) for name in ("fcntl", "msvcrt", "pwd", "resource"))
+HUGE_PAGE = 2 << 20  # of x86-64, and of ARM with pages of 4 KiB
 # Windows refuses to rename over a file that is open for a moment, by an indexer or a scanner.
 _RENAMES, _RENAME_SECONDS = 10, 0.1
 
@@ -278,6 +279,23 @@ def unnamed_file(name: str, size: int) -> int:
     descriptor = os.memfd_create(name)
     os.ftruncate(descriptor, size)
     return descriptor
+
+
+def map_over(address: int, size: int, descriptor: int, protection: int, flags: int) -> None:
+    """Map a file over addresses that are this process's; raises OSError. Linux's."""
+    function: Callable[..., int | None] = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype, fixed = ctypes.c_void_p, 0x10  # type: ignore[attr-defined]
+    given = ctypes.c_void_p(address), ctypes.c_size_t(size), protection, flags | fixed, descriptor, ctypes.c_long(0)
+    if function(*given) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def join_pages(address: int, size: int) -> bool:
+    """Have Linux (6.1 and newer) put mapped pages of a file in memory together to huge ones, whatever its settings say.
+    Only speed depends on it; False: some stay as they are."""
+    advise, collapse = c_function("madvise"), 25
+    whole = ctypes.c_size_t(-(-size // HUGE_PAGE) * HUGE_PAGE)
+    return advise is not None and advise(ctypes.c_void_p(address), whole, collapse) == 0
 
 
 def wait_for_disk(descriptor: int) -> None:

@@ -84,6 +84,7 @@ class SharedWeights(WeightPlace):
         descriptor, self._file = self._file, -1
         if descriptor >= 0:
             os.close(descriptor)
+            system.join_pages(self._storage.data_ptr(), self._end)
         self._release()
 
     def shared_bytes(self) -> int:
@@ -127,7 +128,11 @@ def _pages(nbytes: int) -> int:
 
 
 def _mapped(descriptor: int, size: int) -> torch.UntypedStorage:
-    """A private mapping: whoever writes to a weight changes a copy of its page."""
+    """A private mapping: whoever writes to a weight changes a copy of its page. Huge pages may begin where it does."""
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 has the name
-    kind = {"flags": mmap.MAP_PRIVATE | no_reserve, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
-    return torch.frombuffer(mmap.mmap(descriptor, size, **kind), dtype=torch.uint8).untyped_storage()
+    kind = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+    room = mmap.mmap(-1, size + system.HUGE_PAGE, **kind)
+    offset = -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % system.HUGE_PAGE
+    place = torch.frombuffer(room, dtype=torch.uint8, count=size, offset=offset).untyped_storage()
+    system.map_over(place.data_ptr(), size, descriptor, kind["prot"], mmap.MAP_PRIVATE | no_reserve)
+    return place

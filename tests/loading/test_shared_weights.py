@@ -53,6 +53,32 @@ def test_the_same_bytes_are_shared_and_others_are_not(file: int) -> None:
     assert torch.equal(again, weight(1)), "a tensor outlives its file"
 
 
+def in_huge_pages() -> int:
+    """Bytes of files in memory that this process has in huge pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("ShmemPmdMapped"))
+
+
+def test_pages_are_joined_once_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[bool] = []
+    own = system.join_pages
+    monkeypatch.setattr(system, "join_pages", lambda *given: joined.append(own(*given)))
+    file, before = shared_weights_file(8 * MIB), in_huge_pages()
+    one, two = SharedWeights(file), SharedWeights(file)
+    big = [weight(seed, 1024, 1024) for seed in (1, 2)]
+    kept = [place.keep(str(index), each) for place in (one, two) for index, each in enumerate(big)]
+    assert in_huge_pages() == before
+    one.close()
+    two.close()
+    os.close(file)
+    assert all(torch.equal(each, big[index % 2]) for index, each in enumerate(kept))
+    assert all(each.untyped_storage().data_ptr() % system.HUGE_PAGE == 0 for each in kept)
+    if all(joined):  # of a system that does, and has such pages
+        assert in_huge_pages() >= before + 2 * 8 * MIB
+    kept[0].zero_()
+    assert torch.equal(kept[2], big[0])
+
+
 def test_who_writes_to_a_weight_changes_no_other(file: int) -> None:
     one, two = SharedWeights(file).keep("a", weight(1)), SharedWeights(file).keep("a", weight(1))
     one.zero_()
