@@ -40,6 +40,8 @@ def put_ours_in(model: nn.Module, dtype: torch.dtype, quant_config: Quantization
         own = _ours(module, path, dtype, quant_config)
         if own is not None:
             model.set_submodule(path, own)
+    if backend_of_construction().device.type != "cpu":  # on a device a part costs as many kernels as the whole
+        return
     for module in model.modules():
         if _is_row_wise(module):
             module.forward = partial(_by_rows, module.forward)
