@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "codes.h"
+#include "rows.h"
 
 namespace llm {
 namespace {
@@ -34,23 +35,27 @@ template <Form FORM> struct Call : Product {
     int64_t groups;
     Scratch sums_memory;
 
-    explicit Call(const Product& product)
+    Call(const Product& product, int64_t threads)
         : Product(product), groups(ceil_div(k, group_size)),
           sums_memory(FORM == Form::PLAIN ? 0 : m * groups * sizeof(float)) {
         if constexpr (FORM == Form::PLAIN) return;
-        for (int64_t row = 0; row < m; ++row)
-            for (int64_t group = 0; group < groups; ++group) {
-                const int64_t first = group * group_size, end = min(first + group_size, k);
-                F32 total = llm::zero();
-                for (int64_t at = first; at < end; at += LANES) total = total + load_part(x + row * k + at, end - at);
-                sums_memory.as<float>()[row * groups + group] = sum(total);
-            }
+        for_rows(m, k, threads, [&](int64_t row) { add_inputs(x + row * k, sums_memory.as<float>() + row * groups); });
     }
     LLM_INLINE F32 inputs(int64_t row, int64_t group) const {
         return FORM == Form::PLAIN ? llm::zero() : set1(sums_memory.as<float>()[row * groups + group]);
     }
     // The first output channel of a panel; past the last panel, of the last.
     LLM_INLINE int64_t column_of(int64_t panel) const { return min(panel, panels() - 1) * LANES; }
+
+  private:
+    void add_inputs(const float* row, float* out) const {
+        for (int64_t group = 0; group < groups; ++group) {
+            const int64_t first = group * group_size, end = min(first + group_size, k);
+            F32 total = llm::zero();
+            for (int64_t at = first; at < end; at += LANES) total = total + load_part(row + at, end - at);
+            out[group] = sum(total);
+        }
+    }
 };
 
 // What codes are counted from, below the integers.
@@ -60,12 +65,21 @@ template <Code CODE> constexpr float LEAST = CODE == Code::INT8 ? 16 : 8;
 // (minimum - LEAST * scale), where both terms are small.
 template <Code CODE, Form FORM> struct Grid {
     F32 scale, shift;
-    LLM_INLINE Grid(const Product& p, int64_t group, int64_t column)
-        : scale(p.scales().load(group, column, p.n - column)), shift(zero()) {
-        if constexpr (FORM == Form::ZEROS) shift = p.zeros().load(group, column, p.n - column) * set1(-FACTOR<CODE>);
+
+    static LLM_INLINE Grid of(const Product& p, int64_t group, int64_t column) {
+        Grid grid{p.scales().load(group, column, p.n - column), zero()};
+        if constexpr (FORM == Form::ZEROS)
+            grid.shift = p.zeros().load(group, column, p.n - column) * set1(-FACTOR<CODE>);
         if constexpr (FORM == Form::MINIMA)
-            shift = fma(scale, set1(LEAST<CODE>), zero() - p.minima().load(group, column, p.n - column));
-        scale = scale * set1(1 / FACTOR<CODE>);
+            grid.shift = fma(grid.scale, set1(LEAST<CODE>), zero() - p.minima().load(group, column, p.n - column));
+        grid.scale = grid.scale * set1(1 / FACTOR<CODE>);
+        return grid;
+    }
+    // In memory: [2][16].
+    static LLM_INLINE Grid kept(const float* at) { return {load(at), FORM == Form::PLAIN ? zero() : load(at + LANES)}; }
+    LLM_INLINE void keep(float* at) const {
+        store(at, scale);
+        if constexpr (FORM != Form::PLAIN) store(at + LANES, shift);
     }
     // They come from memory one line at a time.
     static LLM_INLINE void fetch(const Product& p, int64_t group, int64_t column) {
@@ -81,6 +95,12 @@ template <Code CODE, Form FORM> struct Grid {
     }
 };
 
+// Of many rows gcc would compute the offset of each row and k before the loop, and load them from its stack one by one.
+template <int ROWS> LLM_INLINE const float* computed_here(const float* p) {
+    if constexpr (ROWS > 2) asm("" : "+r"(p));
+    return p;
+}
+
 // part += x w of one step; with KEEPS its values are left in `kept` [step][PANELS][16].
 template <Code CODE, int ROWS, int PANELS, bool KEEPS = false>
 LLM_INLINE void add_step(const float* a, int64_t stride, const uint8_t* const (&b)[PANELS], int64_t s,
@@ -95,8 +115,9 @@ LLM_INLINE void add_step(const float* a, int64_t stride, const uint8_t* const (&
             w[c] = Opened<CODE>(b[c] + s * STEP_BYTES, lookup).template value<J>();
             if (KEEPS) store(kept + (J * PANELS + c) * LANES, w[c]);
         }
+        const float* at = computed_here<ROWS>(a + J);
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-            const F32 value = set1(a[r * stride + J]);
+            const F32 value = set1(at[r * stride]);
             LLM_UNROLL for (int c = 0; c < PANELS; ++c) part[r][c] = fma(value, w[c], part[r][c]);
         }
     }, all);
@@ -107,7 +128,8 @@ LLM_INLINE void add_step(const float* a, int64_t stride, const uint8_t* const (&
             constexpr int J = decltype(j)::value;
             const F32 w = opened.template value<J>();
             if (KEEPS) store(kept + (J * PANELS + c) * LANES, w);
-            LLM_UNROLL for (int r = 0; r < ROWS; ++r) part[r][c] = fma(set1(a[r * stride + J]), w, part[r][c]);
+            const float* at = computed_here<ROWS>(a + J);
+            LLM_UNROLL for (int r = 0; r < ROWS; ++r) part[r][c] = fma(set1(at[r * stride]), w, part[r][c]);
         }, all);
     }
 #endif
@@ -172,7 +194,7 @@ __attribute__((noinline)) void few_rows(const Call<FORM>& p, int64_t row, int64_
             add_step<CODE, ROWS, PANELS>(p.x + row * p.k + s * STEP, p.k, b, s, lookup, part);
         }
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-            const Grid<CODE, FORM> grid(p, group, columns[c]);
+            const auto grid = Grid<CODE, FORM>::of(p, group, columns[c]);
             LLM_UNROLL for (int r = 0; r < ROWS; ++r)
                 total[r][c] = grid.add(total[r][c], part[r][c], p.inputs(row + r, group));
         }
@@ -216,12 +238,13 @@ void widen_block(const Product& p, const Lookup<CODE>& lookup, int64_t panel, in
 template <int ROWS>
 LLM_INLINE void add_run(const float* x, int64_t stride, const float* values, int64_t count,
                         F32 (&part)[ROWS][TILE_PANELS]) {
-    constexpr int AT_ONCE = 8;
+    constexpr int AT_ONCE = 4;
     const auto add = [&](int64_t k) {
         F32 value[TILE_PANELS];
         LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) value[c] = load(values + (k * TILE_PANELS + c) * LANES);
+        const float* at = computed_here<ROWS>(x + k);
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-            const F32 input = set1(x[r * stride + k]);
+            const F32 input = set1(at[r * stride]);
             LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) part[r][c] = fma(input, value[c], part[r][c]);
         }
     };
@@ -261,11 +284,12 @@ template <Code CODE, Form FORM> struct Codes {
 
 // A tile's totals [ROWS][TILE_PANELS][16] += the products of k in [first, end); values [end - first][TILE_PANELS][16]
 // are read, or with OPENS are left there. A group that began before goes on from `parts`, and one that does not end
-// here is left there.
+// here is left there. grids [groups of this k][TILE_PANELS][2][16].
 template <bool OPENS, int ROWS, Code CODE, Form FORM>
 __attribute__((noinline)) void accumulate(const Call<FORM>& p, const Codes<CODE, FORM>& codes, int64_t row,
-                                          int64_t first, int64_t end, float* values, float* totals, float* parts) {
-    for (int64_t k = first, group = first / p.group_size; k < end; ++group) {
+                                          int64_t first, int64_t end, float* values, const float* grids, float* totals,
+                                          float* parts) {
+    for (int64_t k = first, group = first / p.group_size; k < end; ++group, grids += TILE_PANELS * 2 * LANES) {
         const int64_t whole = min(p.k, (group + 1) * p.group_size), stop = min(end, whole);
         const bool begins = k == group * p.group_size;
         F32 part[ROWS][TILE_PANELS];
@@ -279,13 +303,18 @@ __attribute__((noinline)) void accumulate(const Call<FORM>& p, const Codes<CODE,
         } else {
             add_run<ROWS>(x, p.k, at, stop - k, part);
         }
-        LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) {
-            const Grid<CODE, FORM> grid(p, group, codes.columns[c]);
-            LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
-                const int64_t to = (r * TILE_PANELS + c) * LANES;
-                if (stop == whole)
-                    store(totals + to, grid.add(load(totals + to), part[r][c], p.inputs(row + r, group)));
-                else store(parts + to, part[r][c]);
+        if (stop < whole) {
+            LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c)
+                store(parts + (r * TILE_PANELS + c) * LANES, part[r][c]);
+            return;
+        }
+        Grid<CODE, FORM> grid[TILE_PANELS];
+        LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) grid[c] = Grid<CODE, FORM>::kept(grids + c * 2 * LANES);
+        LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
+            const F32 inputs = p.inputs(row + r, group);
+            LLM_UNROLL for (int c = 0; c < TILE_PANELS; ++c) {
+                float* total = totals + (r * TILE_PANELS + c) * LANES;
+                store(total, grid[c].add(load(total), part[r][c], inputs));
             }
         }
         k = stop;
@@ -299,7 +328,7 @@ void block(const Call<FORM>& p, const Tasks& tasks, int64_t first_tile, int64_t 
     constexpr int64_t ROW = TILE_PANELS * LANES;
     const int64_t first_row = tasks.first_row(first_tile), rows = tasks.first_row(end_tile) - first_row;
     const int64_t panels = min(TILE_PANELS, p.panels() - panel);
-    float *values = memory, *totals = values + BLOCK_K * ROW, *parts = totals + rows * ROW;
+    float *values = memory, *totals = values + BLOCK_K * ROW, *parts = totals + rows * ROW, *grids = parts + rows * ROW;
     const Codes<CODE, FORM> codes(p, panel);
     const bool opens = has_whole_steps<CODE>(p);
     std::memset(totals, 0, rows * ROW * sizeof(float));
@@ -308,13 +337,16 @@ void block(const Call<FORM>& p, const Tasks& tasks, int64_t first_tile, int64_t 
         if (!opens)
             for (int64_t c = 0; c < panels; ++c)
                 widen_block<CODE>(p, codes.lookup, panel + c, first, end, values + c * LANES);
+        for (int64_t group = first / p.group_size, at = 0; group * p.group_size < end; ++group)
+            for (int c = 0; c < TILE_PANELS; ++c, at += 2 * LANES)
+                Grid<CODE, FORM>::of(p, group, codes.columns[c]).keep(grids + at);
         for (int64_t tile = first_tile; tile < end_tile; ++tile)
             with_rows(tasks.rows(tile), [&](auto height) {
                 constexpr int ROWS = decltype(height)::value;
                 const int64_t row = tasks.first_row(tile), at = (row - first_row) * ROW;
                 const auto run = opens && tile == first_tile ? accumulate<true, ROWS, CODE, FORM>
                                                              : accumulate<false, ROWS, CODE, FORM>;
-                run(p, codes, row, first, end, values, totals + at, parts + at);
+                run(p, codes, row, first, end, values, grids, totals + at, parts + at);
             });
     }
     for (int64_t c = 0; c < panels; ++c)
@@ -330,7 +362,8 @@ template <Code CODE, Form FORM> void multiply(const Call<FORM>& p, int64_t threa
     const int64_t fitting = BLOCK_BYTES / (p.k * static_cast<int64_t>(sizeof(float)) * MAX_ROWS + 1);
     const int64_t block_tiles = min(max(8, fitting), tasks.tiles());
     const int64_t groups = ceil_div(p.panels(), TILE_PANELS), blocks = ceil_div(tasks.tiles(), block_tiles);
-    const int64_t scratch = (BLOCK_K + 2 * block_tiles * MAX_ROWS) * TILE_PANELS * LANES * sizeof(float);
+    const int64_t lines = BLOCK_K + 2 * block_tiles * MAX_ROWS + 2 * (BLOCK_K / p.group_size + 2);
+    const int64_t scratch = lines * TILE_PANELS * LANES * sizeof(float);
     parallel_for(groups * blocks, threads, scratch, [&](int64_t task, char* memory) {
         const int64_t first = task / groups * block_tiles, end = min(first + block_tiles, tasks.tiles());
         block<CODE>(p, tasks, first, end, task % groups * TILE_PANELS, reinterpret_cast<float*>(memory));
@@ -386,7 +419,7 @@ template <Code CODE, Form FORM> void gather_row(const Product& p, int64_t row, f
 void linear_weight_only(const Weight& weight, const float* x, float* y, int64_t m, int64_t threads) {
     if (m == 0) return;
     with_code(weight, [&](auto code, auto form) {
-        multiply<decltype(code)::value>(Call<decltype(form)::value>(Product{weight, x, y, m}), threads);
+        multiply<decltype(code)::value>(Call<decltype(form)::value>(Product{weight, x, y, m}, threads), threads);
     });
 }
 

@@ -128,6 +128,13 @@ EMULATED __m512 mask_loadu_ps(__m512 src, __mmask16 mask, const float* p) {
         if (lane_of(mask, i)) std::memcpy(reinterpret_cast<char*>(&src) + 4 * i, p + i, 4);
     return src;
 }
+EMULATED __m256i maskz_loadu_epi16(__mmask16 mask, const void* p) {
+    __v16hi out{};
+    for (int i = 0; i < 16; ++i)
+        if (lane_of(mask, i))
+            std::memcpy(reinterpret_cast<char*>(&out) + 2 * i, static_cast<const char*>(p) + 2 * i, 2);
+    return (__m256i)out;
+}
 EMULATED void mask_storeu_ps(float* p, __mmask16 mask, __m512 x) {
     for (int i = 0; i < 16; ++i)
         if (lane_of(mask, i)) std::memcpy(p + i, reinterpret_cast<const char*>(&x) + 4 * i, 4);
@@ -426,6 +433,7 @@ inline void tile_dot_bf16(int sum, int a, int b) {
 #define _mm512_maskz_sub_ps emulated::maskz_sub_ps
 #define _mm512_mask_or_epi32 emulated::mask_or_epi32
 #define _mm512_mask_loadu_ps emulated::mask_loadu_ps
+#define _mm256_maskz_loadu_epi16 emulated::maskz_loadu_epi16
 #define _mm512_mask_storeu_ps emulated::mask_storeu_ps
 #undef _mm512_cmp_ps_mask
 #define _mm512_cmp_ps_mask(a, b, predicate) emulated::cmp_ps_mask<predicate>(a, b)
