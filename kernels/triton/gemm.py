@@ -612,7 +612,10 @@ def tile_of(target: Target, m: int, n: int, form: Form, dtype: torch.dtype) -> d
         outputs = 32  # a program on each multiprocessor
     outputs = min(outputs, power_of_two(n))
     size = 1 if form.INT8_X else dtype.itemsize
-    stages = target.shared // ((rows * size + outputs * (1 if form.BLOCK_GROUPS else size)) * form.BK)
+    weights = 1 if form.BLOCK_GROUPS else size
+    if form.VALUES and not form.BLOCK_GROUPS:  # scales and zero points of every column wait in shared memory too
+        weights += 12
+    stages = target.shared // ((rows * size + outputs * weights) * form.BK)
     stages = 2 if target.api == "hip" else max(1, min(stages, 3 if form.BK > 64 else 4))
     is_wide = rows * outputs > 64 * 128 and (form.KIND == "float" or target.api == "hip")
     is_wide |= form.BLOCK_GROUPS > 0 and outputs > 64 and not form.INT8_X
