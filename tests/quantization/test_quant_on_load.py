@@ -734,7 +734,7 @@ def test_queries_keys_and_values_stored_by_key_head_are_in_the_layers_order(
     folder, path = tiny_checkpoint(name, tmp_path_factory), "model.layers.1.self_attn.qkv_proj"
     with open_llm(folder, skip_tokenizer_init=True) as plain:
         layer = dict(engine_of(plain).runner.model.named_modules())[path]
-        expected = layer.packed_weight.unpack() if layer.packed_weight is not None else layer.weight
+        expected = layer.quant_method.dequantize_weight(layer).clone()  # closing frees the layer's own
         with open_llm(folder, skip_tokenizer_init=True, quantization="w8a8") as llm:
             quantized = dict(engine_of(llm).runner.model.named_modules())[path]
             found = quantized.quant_method.dequantize_weight(quantized)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from close import Answer, told
 from embedded import open_llm
 from kernel_sets import needs_kernels
 from ranks.kept import kept_ranks
 from ranks.matrix import evened
+from same_answers import Answer, told
 from test_quant_floats import DEEPSEEK, LLAMA, PROMPTS, fp8_pair
 from test_quant_words import CASES, GREEDY, ROW, quantized
 from tiny_models import make_prompts, one_thread, write_checkpoint

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints.gguf import write_gguf
-from close import close, told
 from embedded import engine_of, open_llm, run
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
+from same_answers import close, same, told
 from tiny_models import TinyModel, make_prompts, one_thread, reference_logprobs, write_checkpoint
 
 from llm import LLM, SamplingParams
@@ -203,7 +203,7 @@ def test_weights_are_the_files_and_answers_transformers(case: str, source: Path,
             assert torch.equal(weight, expected(exact, name)), name
         alone = [output for prompt in prompts for output in run(llm, [prompt], GREEDY)]
         batch = run(llm, prompts, GREEDY)
-    assert [out.outputs[0].logprobs for out in batch] == [out.outputs[0].logprobs for out in alone]
+    assert same(told(batch), told(alone))
     assert deviation(exact, alone) < 1e-4
     assert deviation(source, alone) > 1e-3  # the control: the weights before they were quantized
 
@@ -442,16 +442,16 @@ def test_four_bits_are_not_rounded_to_four_bits_again(case: str, source: Path, t
         kept, again = held(llm), run(llm, prompts, GREEDY)
         reason, snr = llm.config.reasons["quantization"], [r.weight_snr for r in engine_of(llm).runner.layer_reports()]
     assert all(torch.equal(kept[name], weight) for name, weight in stored.items()), case
-    assert told(again) == told(answers)
+    assert same(told(again), told(answers))
     assert f"{len(stored)} layers kept as stored" in reason and snr.count(math.inf) == len(stored)
     with open_llm(path, requantize={"scheme": "w4a16", "group_size": 8}, **arguments) as llm:  # the control
         rounded = held(llm)
         assert "kept as stored" not in (reason := llm.config.reasons["quantization"]) and "rounded again" in reason
     assert not any(torch.equal(rounded[name], weight) for name, weight in stored.items())
     with open_llm(path, requantize="w4a8", **arguments) as llm:
-        same = [torch.equal(weight, stored[name]) for name, weight in held(llm).items() if name in stored]
+        equal = [torch.equal(weight, stored[name]) for name, weight in held(llm).items() if name in stored]
         reason = llm.config.reasons["quantization"]
-    assert all(same) and len(same) == len(stored) and "kept as stored" in reason
+    assert all(equal) and len(equal) == len(stored) and "kept as stored" in reason
 
 
 def test_layers_in_more_bits_than_others_get_8_bits(source: Path, tmp_path: Path) -> None:
@@ -537,5 +537,5 @@ def test_experts_of_both_formats(form: str, tmp_path: Path) -> None:
         layers, together = held(llm), run(llm, prompts, GREEDY)
         alone = [output for prompt in prompts for output in run(llm, [prompt], GREEDY)]
     assert len(layers) == 8 and all("experts" in name for name in layers)
-    assert [out.outputs[0].logprobs for out in together] == [out.outputs[0].logprobs for out in alone]
+    assert same(told(together), told(alone))
     assert deviation(exact, together) < 1e-4 < 1e-3 < deviation(tmp_path / "float", together)
