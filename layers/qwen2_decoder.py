@@ -10,12 +10,14 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from llm.base.construction import construction
 from llm.base.custom_op import PluggableLayer
 from llm.errors import ValidationError
 from llm.layers.activation import SiluAndMul
 from llm.layers.linear import ReplicatedLinear
 from llm.layers.norm import RMSNorm
 from llm.layers.rotary import ApplyRotaryEmb
+from llm.layers.vision import product_type
 from llm.quantization.base import QuantizationConfig
 
 _Linear: TypeAlias = Callable[..., ReplicatedLinear]
@@ -67,7 +69,7 @@ class CustomQwen2Decoder(PluggableLayer):
             )
             for index in range(decoder_layer)
         )
-        self.norm = RMSNorm(hidden_dimension, rms_norm_eps, dtype=torch.float32)
+        self.norm = RMSNorm(hidden_dimension, rms_norm_eps, dtype=construction().activations)
 
     def forward(self, inputs_embeds: torch.Tensor, token_type_ids: torch.Tensor) -> torch.Tensor:
         """inputs_embeds float [B, N, H], token_type_ids int [B, N], 0 of a patch and 1 of a query -> the shape and type
@@ -79,7 +81,7 @@ class CustomQwen2Decoder(PluggableLayer):
         is_query = token_type_ids.bool()
         before = places[None, :] <= places[:, None]
         seen = ~is_query[:, None, :] | (is_query[:, :, None] & before)
-        hidden = inputs_embeds.float()
+        hidden = inputs_embeds.to(product_type(inputs_embeds))
         for layer in self.layers:
             hidden = layer(hidden, angles.cos(), angles.sin(), seen[:, None])
         return self.norm(hidden).to(inputs_embeds.dtype)
@@ -98,9 +100,9 @@ class _Layer(nn.Module):
     ) -> None:
         super().__init__()
         linear = partial(ReplicatedLinear, params_dtype=dtype, quant_config=quant_config, return_bias=False)
-        self.input_layernorm = RMSNorm(size, eps, dtype=torch.float32)
+        self.input_layernorm = RMSNorm(size, eps, dtype=construction().activations)
         self.self_attn = _Attention(linear, size, heads, f"{prefix}.self_attn")
-        self.post_attention_layernorm = RMSNorm(size, eps, dtype=torch.float32)
+        self.post_attention_layernorm = RMSNorm(size, eps, dtype=construction().activations)
         self.mlp = _MLP(linear, size, intermediate, f"{prefix}.mlp")
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -119,15 +121,16 @@ class _Attention(nn.Module):
         self.rotate = ApplyRotaryEmb()
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """x float32 [B, N, H], cos and sin [N, head_size / 2], seen bool [B, 1, N, N] -> the shape of x."""
+        """x float [B, N, H], cos and sin [N, head_size / 2], seen bool [B, 1, N, N] -> the shape of x."""
         query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_size)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(x).float().unflatten(-1, (-1, self.head_size))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = (self.rotate(part, cos, sin).transpose(1, 2) for part in (query, key))
         groups = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value.transpose(1, 2)))
         scores = (query @ key.transpose(2, 3) * self.head_size**-0.5).masked_fill(~seen, -torch.inf)
-        out: torch.Tensor = self.o_proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+        out: torch.Tensor = self.o_proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2).to(x.dtype))
         return out
 
 

@@ -25,6 +25,12 @@ from llm.layers.custom_op import KernelOp
 from llm.layers.linear import QKVParallelLinear, RowParallelLinear
 from llm.quantization.base import QuantizationConfig
 
+
+def product_type(x: torch.Tensor) -> torch.dtype:
+    """In which x is multiplied by matrices: a CPU's kernels take float32, a device's the type of activations."""
+    return torch.float32 if x.device.type == "cpu" else x.dtype
+
+
 # Tokens of a block of the KV cache that a call of `attend_sequences` makes for itself.
 _BLOCK = 16
 
@@ -41,11 +47,12 @@ def attend_sequences(
     """softmax(scale q k^T) v within each of several sequences, none of which is padded.
 
     Args:
-        query: float32 [N, heads, head_size]. key, value: float32 [M, kv_heads, head_size].
+        query: [N, heads, head_size]. key, value: [M, kv_heads, head_size]. All float32, or on a device of one float
+            type; scores and sums are float32.
         queries: how many of the N each sequence has; 0 or more. keys: the same of the M; no fewer than its queries.
 
     Returns:
-        float32 [N, heads, head_size]. A sequence's bits depend on nothing else where those of `paged_attention` do not.
+        Of the query's shape and type. A sequence's bits depend on nothing else where those of `paged_attention` do not.
     """
     rows = [(count, length) for count, length in zip(queries, keys, strict=True) if count]
     if not rows:
@@ -71,9 +78,9 @@ def attend_sequences(
         query_lens_list=[count for count, _ in rows],
         seq_lens_list=lengths.tolist(),
     )
-    spec = KVCacheSpec(kv_heads, head_size, torch.float32)
+    spec = KVCacheSpec(kv_heads, head_size, query.dtype)
     caches = [
-        torch.zeros(shape, dtype=torch.float32, device=query.device)
+        torch.zeros(shape, dtype=query.dtype, device=query.device)
         for shape in ops.kv_cache_shapes(spec, int(blocks.sum()) + 1, _BLOCK)
     ]
     used = [length if count else 0 for count, length in zip(queries, keys, strict=True)]
@@ -230,7 +237,8 @@ class RelPosAttention(PluggableLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, height, width, dim = x.shape
-        qkv = self.qkv(x.float()).view(batch, height * width, 3, self.num_heads, self.head_size)
+        computed = product_type(x)
+        qkv = self.qkv(x.to(computed)).float().view(batch, height * width, 3, self.num_heads, self.head_size)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).flatten(1, 2)  # each [B * heads, H * W, head_size]
         tables = [(self.rel_pos_h, height), (self.rel_pos_w, width)] if self.use_rel_pos else []
         relative = [_relative(table, size) for table, size in tables]
@@ -243,7 +251,7 @@ class RelPosAttention(PluggableLayer):
                 scores += _places(query[part].unflatten(1, (height, width)), *relative)
             out[part] = scores.softmax(-1) @ value[part]
         joined = out.unflatten(0, (batch, self.num_heads)).transpose(1, 2).reshape(batch, height, width, dim)
-        return self.proj(joined).to(x.dtype)
+        return self.proj(joined.to(computed)).to(x.dtype)
 
 
 def _places(query: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -268,7 +276,7 @@ Sizes = int | tuple[int, ...]
 class ConvLayerBase(KernelOp):
     """A convolution over images or video: one GEMM if patches do not overlap, as in patch embeddings.
 
-    x float [B, in_channels, *space] -> [B, out_channels, *space'], computed in float32, returned in x's type.
+    x float [B, in_channels, *space] -> [B, out_channels, *space'] of x's type; on a CPU computed in float32.
 
     Arguments are those of torch.nn.Conv2d and Conv3d; `padding_mode` is "zeros". The weight is
     [out_channels, in_channels / groups, *kernel_size]. `enable_linear` is True if kernel and stride are equal and there
@@ -319,7 +327,7 @@ class ConvLayerBase(KernelOp):
         shape = (out_channels, in_channels // groups, *self.kernel_size)
         self.weight = nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_channels, dtype=params_dtype), requires_grad=False) if bias else None
-        self._as_matrix: tuple[Operations, tuple[int, int], Weight] | None = None
+        self._as_matrix: tuple[Operations, tuple[int, int, torch.dtype], Weight] | None = None
 
     def _per_dimension(self, name: str, value: Sizes) -> tuple[int, ...]:
         values = (value,) * self.num_dim if isinstance(value, int) else tuple(value)
@@ -330,12 +338,15 @@ class ConvLayerBase(KernelOp):
     def compute(self, ops: Operations, x: torch.Tensor) -> torch.Tensor:
         if x.dim() != self.num_dim + 2:
             raise ValueError(f"{self.name} takes x of {self.num_dim + 2} dimensions, got shape {list(x.shape)}.")
-        bias = None if self.bias is None else self.bias.float()
+        computed = product_type(x)
+        bias = None if self.bias is None else self.bias.to(computed)
         if self.enable_linear:
-            return self._multiply(ops, x.float(), bias).to(x.dtype)
+            return self._multiply(ops, x.to(computed), bias).to(x.dtype)
         convolution = F.conv2d if self.num_dim == 2 else F.conv3d
-        weight = self.weight.float()
-        return convolution(x.float(), weight, bias, self.stride, self.padding, self.dilation, self.groups).to(x.dtype)
+        found = convolution(
+            x.to(computed), self.weight.to(computed), bias, self.stride, self.padding, self.dilation, self.groups
+        )
+        return found.to(x.dtype)
 
     def extra_repr(self) -> str:
         way = "as a matrix product" if self.enable_linear else f"padding={self.padding}, dilation={self.dilation}"
@@ -351,14 +362,14 @@ class ConvLayerBase(KernelOp):
         places = range(2, 2 + 2 * self.num_dim, 2)
         x = x.permute(0, *places, 1, *(place + 1 for place in places))
         rows = x.reshape(x.shape[0] * math.prod(counts), x.shape[1 + self.num_dim] * math.prod(self.kernel_size))
-        found: torch.Tensor = ops.linear(rows, replace(self._packed(ops), bias=bias))
+        found: torch.Tensor = ops.linear(rows, replace(self._packed(ops, x.dtype), bias=bias))
         return found.view(x.shape[0], *counts, self.weight.shape[0]).movedim(-1, 1)
 
-    def _packed(self, ops: Operations) -> Weight:
+    def _packed(self, ops: Operations, dtype: torch.dtype) -> Weight:
         """The weight as that of a GEMM, packed anew where it was changed."""
-        version = self.weight.data_ptr(), 0 if self.weight.is_inference() else self.weight._version
+        version = self.weight.data_ptr(), 0 if self.weight.is_inference() else self.weight._version, dtype
         if self._as_matrix is None or self._as_matrix[:2] != (ops, version):
-            self._as_matrix = ops, version, ops.pack(self.weight.detach().float().flatten(1))
+            self._as_matrix = ops, version, ops.pack(self.weight.detach().to(dtype).flatten(1))
         return self._as_matrix[2]
 
 

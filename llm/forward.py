@@ -245,7 +245,7 @@ class ImageTokens:
 
     Attributes:
         indices: int64 [M], which of the step's tokens.
-        rows: float32 [M, hidden], in the place of their embeddings.
+        rows: [M, hidden] of the activations' type, in the place of their embeddings.
         deep: further ones, added to what enters the second layer and those after it.
         both_ways: int64 [B], those of the step's tokens that see the tokens after them in their run; None: none do.
         metadata: of these as batch rows of their own, per state of the model; None for a layer where they do not.

@@ -106,6 +106,7 @@ def model_identity(args: LLMArgs, config: EngineConfig, weights: str) -> JsonObj
     calibration = hashlib.sha256(_json(list(args.calibration))).hexdigest() if args.calibration else None
     # If bfloat16 is asked for, it lets GEMMs round their inputs where that is faster.
     rounds = str(args.dtype).removeprefix("torch.") == "bfloat16"
+    activations = config.model_config.dtype
     return {
         "weights": weights,
         "numerics": NUMERICS_VERSION,
@@ -116,6 +117,7 @@ def model_identity(args: LLMArgs, config: EngineConfig, weights: str) -> JsonObj
         "quantization": plain(args.quantization),
         "calibration": calibration,
         **({"may_round": True} if rounds else {}),
+        **({} if activations is torch.float32 else {"activations": str(activations)}),
         **({} if args.requantize is None else {"requantize": plain(args.requantize)}),
         **({} if adapter is None else {"merge_lora": adapter}),
         "hf_overrides": show(args.hf_overrides) if callable(args.hf_overrides) else plain(args.hf_overrides),

@@ -208,7 +208,12 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A float matrix as `dtype`. Vectors stay as stored: they are small, and rounding them costs the most accuracy."""
-    if stored_as(tensor.dtype, tensor.dim(), dtype) == tensor.dtype:
+    return rounded(name, tensor, stored_as(tensor.dtype, tensor.dim(), dtype))
+
+
+def rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor as `dtype`. Raises `CheckpointError` where finite values are beyond its range."""
+    if tensor.dtype == dtype:
         return tensor
     converted = tensor.to(dtype)
     if not converted.isfinite().all() and tensor.isfinite().all():

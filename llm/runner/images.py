@@ -19,6 +19,7 @@ from llm.engine.step import NewRow, RowImage, RowImages, SchedulerOutput
 from llm.errors import LLMError
 from llm.forward import ForwardBatch, ImageTokens
 from llm.loading.checkpoint import TensorInfo
+from llm.loading.loader import rounded
 from llm.loading.source import Tensors
 from llm.models.vision.tower import Features, VisionTower
 from llm.runner.batch import InputBatch, StepInput
@@ -47,9 +48,14 @@ class _Row:
 
 
 class TowerTensors:
-    """The tensors of a checkpoint that are a tower's."""
+    """The tensors of a checkpoint that are a tower's.
 
-    def __init__(self, checkpoint: Tensors, tower: VisionTower) -> None:
+    dtype: of vectors; None: as they are stored. (A language model's vectors stay as stored: its layers multiply in the
+    type of their input, transformers' in the wider type.)
+    """
+
+    def __init__(self, checkpoint: Tensors, tower: VisionTower, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
         self._stream = checkpoint.stream
         self.tensors: Mapping[str, TensorInfo] = {
             name: info for name, info in checkpoint.tensors.items() if tower.has(name)
@@ -59,6 +65,8 @@ class TowerTensors:
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._stream():  # memory-mapped: what is passed over is not read
             if name in self.tensors:
+                if self._dtype is not None and tensor.dim() < 2 and tensor.is_floating_point():
+                    tensor = rounded(name, tensor, self._dtype)
                 yield name, tensor
 
 
@@ -70,6 +78,7 @@ class ImageRows:
         groups: per state of the model, the group of its blocks; None: its layer lets no token see those after it.
         pad: the id that the language model gets in the places of features.
         hidden_size: of the language model.
+        dtype, device: of the features in a step.
         multiplier: of features, where the language model multiplies its embeddings after pictures are among them.
     """
 
@@ -80,7 +89,10 @@ class ImageRows:
         multiplier: float = 1.0,
         pad: int = 0,
         hidden_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
     ) -> None:
+        self._dtype, self._device = dtype, device
         self._pad = pad
         self._hidden_size = hidden_size
         self._make_tower: Callable[[], VisionTower] | None = make_tower
@@ -218,5 +230,5 @@ class ImageRows:
 
     def _given(self, rows: torch.Tensor) -> Features:
         """What the user computed: [tokens, hidden size], with those of further layers behind."""
-        first, *deep = rows.split(self._hidden_size, dim=1)
+        first, *deep = rows.to(self._device, self._dtype).split(self._hidden_size, dim=1)
         return Features(first.contiguous(), tuple(part.contiguous() for part in deep))

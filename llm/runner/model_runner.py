@@ -599,10 +599,11 @@ class ModelRunner:
         pad = pad if isinstance(pad, int) and 0 <= pad < config.model_config.vocab_size else 0
         multiplier = feature_multiplier(self.plan.hf_config, self.plan.architecture)
         hidden_size = int(getattr(self.plan.architecture, "hidden_size", 0))
-        self.images = ImageRows(self._make_tower, both_ways, multiplier, pad, hidden_size)
+        dtype, device = config.model_config.dtype, self.platform.device
+        self.images = ImageRows(self._make_tower, both_ways, multiplier, pad, hidden_size, dtype, device)
         self._vocab_size = config.model_config.vocab_size
         self._logit_rows_at_once = max(1, _LOGITS_BYTES // (4 * self._vocab_size))
-        device, custom = self.platform.device, self.plan.logits_processors
+        custom = self.plan.logits_processors
         self.processors = LogitsProcessors(config, device, custom, self.backend)
         self.sampler = Sampler(config.model_config.logprobs_mode, self.backend)
         self._attach_model(config)
@@ -658,14 +659,15 @@ class ModelRunner:
         """The model's vision tower, with its weights; read when the first picture comes."""
         whole = self.plan.config.quant_config
         quant_config = whole.of_tower if isinstance(whole, OnlineConfig) else None
-        on_host = self.platform.device.type == "cpu"
-        dtype = self.plan.config.model_config.weight_dtype if on_host else torch.float32  # which it computes in
+        types = self.plan.config.model_config
+        own = None if types.dtype == torch.float32 else types.dtype  # that transformers' modules compute in
         with serial_pytorch(), library_defaults(self.plan.config.num_threads), torch.inference_mode(False):
             with constructing(self.plan, self.platform), _explain_memory_errors():
-                tower = VisionTower(self.plan.hf_config, dtype, quant_config)
+                tower = VisionTower(self.plan.hf_config, types.weight_dtype, quant_config)
             try:
-                tensors = TowerTensors(self.plan.source.tensors(), tower)
-                load_weights(tower, tensors, show_progress=self.plan.show_progress, quant_config=quant_config)
+                tensors = TowerTensors(self.plan.source.tensors(), tower, own)
+                shows = self.plan.show_progress
+                load_weights(tower, tensors, show_progress=shows, quant_config=quant_config, store_as=own)
             finally:
                 self.plan.source.close()
             return self.place_model(tower)

@@ -26,9 +26,11 @@ import llm.platforms
 from llm import LLM, SamplingParams
 from llm.errors import LLMError, OutOfMemoryError, ValidationError
 from llm.inputs import LoRARequest
+from llm.jobs.identity import model_identity
 from llm.kernels.backend import Backend
 from llm.kernels.reference.backend import pytorch
 from llm.layers.attention import PagedAttention
+from llm.models.vision.tower import Features, VisionTower
 from llm.runner import model_runner
 from llm.runner.ahead import StepAhead, in_order
 from llm.runner.model_runner import ModelRunner
@@ -229,19 +231,57 @@ def test_an_encoder_pools_on_another_device(pretend: str, tmp_path: Path) -> Non
     np.testing.assert_allclose(vectors[2], vectors[0], rtol=0, atol=0.03)
 
 
-@pytest.mark.parametrize("family", ["smolvlm", "qwen2_vl", "gemma3", "ovis2"])
-def test_pictures_are_seen_on_another_device(pretend: str, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_vl", "qwen2_5_vl", "gemma3", "ovis2"])
+def test_pictures_are_seen_on_another_device(
+    pretend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """In the type of its activations."""
     images.write(family, tmp_path)
-    prompts, params = images.asked(family)[:3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompts = images.asked(family)[:3]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1, prompt_logprobs=0)
 
-    def answer(device: str, dtype: str) -> list[list[int]]:
+    def answer(device: str, dtype: str) -> tuple[list[list[int]], torch.Tensor, torch.Tensor]:
         with LLM(tmp_path, device=device, dtype=dtype, max_model_len=512, use_tqdm_on_load=False) as opened:
-            return tokens(opened.generate(prompts, params, use_tqdm=False))
+            outputs = opened.generate(prompts, params, use_tqdm=False)
+            rows = engine_of(opened).runner.images
+            computed = rows.tower.parameters(), (known.features.rows for known in rows._features.values())
+            for made in computed:
+                assert {tensor.dtype for tensor in made} == {getattr(torch, dtype)}
+        return told(outputs)
 
-    expected = answer("cpu", "float32")
-    assert answer(pretend, "float32") == expected
-    if family == "qwen2_vl":
-        assert [row[:2] for row in answer(pretend, "bfloat16")] == [row[:2] for row in expected]
+    expected, _, of_prompts = answer("cpu", "float32")
+    assert answer(pretend, "float32")[0] == expected
+    if family == "ovis2":  # its tower takes the nearest of its features: rounded, another one
+        return
+    found, _, rounded = answer(pretend, "bfloat16")
+    assert [row[0] for row in found] == [row[0] for row in expected]
+    assert (rounded - of_prompts).abs().median() < 0.1
+    if family == "gemma3":  # the control: other features are further away
+        features = VisionTower.features
+        monkeypatch.setattr(VisionTower, "features", lambda *given: Features(features(*given).rows.flip(0)))
+        assert (answer(pretend, "bfloat16")[2] - of_prompts).abs().median() > 0.2
+
+
+def test_given_features_stand_beside_pictures_on_another_device(pretend: str, tmp_path: Path) -> None:
+    images.write("llava", tmp_path)
+    prompt = next(item for item in images.asked("llava") if len(item["multi_modal_data"]["image"]) == 2)
+    first, second = prompt["multi_modal_data"]["image"]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for dtype in ("float32", "bfloat16"):
+        with LLM(tmp_path, device=pretend, dtype=dtype, max_model_len=512, use_tqdm_on_load=False) as opened:
+            expected = tokens(opened.generate(prompt, params, use_tqdm=False))
+            inputs = opened._preprocessor.images.processor.process(first, {}).inputs
+            given = {"image_embeds": engine_of(opened).runner.images.tower.features(inputs).rows.cpu().float()}
+            mixed = {**prompt, "multi_modal_data": {"image": [given, second]}}
+            assert tokens(opened.generate(mixed, params, use_tqdm=False)) == expected
+
+
+def test_a_prompt_cache_is_of_one_type_of_activations(pretend: str) -> None:
+    found = []
+    for device in ("cpu", pretend):
+        with open_llm(device=device, dtype="bfloat16", kv_cache_dtype="bfloat16") as opened:
+            found.append(model_identity(opened._args, engine_of(opened).config, "weights").get("activations"))
+    assert found == [None, "torch.bfloat16"]
 
 
 def test_the_prompt_cache_on_disk_is_read_on_another_device(pretend: str, tmp_path: Path) -> None:

@@ -36,6 +36,18 @@ def use_in(model: nn.Module) -> None:
         config = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) == "sdpa":
             config._attn_implementation = NAME  # type: ignore[union-attr]
+        if hasattr(module, "fullatt_block_indexes") and hasattr(module, "window_size"):
+            module.register_forward_pre_hook(_give_windows, with_kwargs=True)
+
+
+def _give_windows(module: Theirs, args: tuple[Theirs, ...], kwargs: dict[str, Theirs]) -> tuple[Theirs, Theirs]:
+    """Qwen2.5-VL's tower and its kin are given the order of their windows: they make it on the host, and index with it
+    what is on the device."""
+    from transformers.vision_utils import get_vision_window_index
+
+    grid = kwargs["grid_thw"]
+    order, bounds = get_vision_window_index(grid, module.spatial_merge_size, module.window_size, module.patch_size)
+    return args, {**kwargs, "window_index": order.to(grid.device), "cu_window_seqlens": bounds}
 
 
 @contextmanager
@@ -138,7 +150,7 @@ def _attend(
         return _explicitly(query, key, value, attention_mask, scale, bool(is_causal), unread), None
     batch, length = query.shape[0], query.shape[2]
     queries, keys = [length] * batch, [key.shape[2]] * batch
-    own, keyed, valued = (part.transpose(1, 2).flatten(0, 1).float() for part in (query, key, value))
+    own, keyed, valued = (part.transpose(1, 2).flatten(0, 1).to(query.dtype) for part in (query, key, value))
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         queries, keys = (bounds.diff().tolist() for bounds in (cu_seq_lens_q, cu_seq_lens_k))
     elif attention_mask is not None:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from llm.base.construction import construction
 from llm.base.watch import Patchable
 from llm.kernels.select import backend_of_construction
 from llm.layers.activation import GELU, GELUTanh, QuickGELU
@@ -30,7 +31,7 @@ _MASK = "attention_mask"
 
 
 def put_ours_in(model: nn.Module, dtype: torch.dtype, quant_config: QuantizationConfig | None) -> None:
-    """`dtype`: in which matrices are stored; all else is float32."""
+    """`dtype`: in which matrices are stored; all else is of the activations' type."""
     for path, module in list(model.named_modules()):
         if attention.is_sams(module):
             model.set_submodule(path, attention.SamAttention(module, path, dtype, quant_config))
@@ -59,7 +60,7 @@ def _ours(
         return _convolution(theirs)
     if type(theirs) is nn.LayerNorm and len(theirs.normalized_shape) == 1:
         has = {f"has_{name}": getattr(theirs, name) is not None for name in ("weight", "bias")}
-        return LayerNorm(theirs.normalized_shape[0], theirs.eps, torch.float32, **has)
+        return LayerNorm(theirs.normalized_shape[0], theirs.eps, construction().activations, **has)
     if isinstance(theirs, nn.GELU):
         return GELU() if theirs.approximate == "none" else GELUTanh()
     make = _ACTIVATIONS.get(type(theirs).__name__)
@@ -124,7 +125,7 @@ def _convolution(theirs: Theirs) -> Conv2dLayer | Conv3dLayer:
         theirs.groups,
         theirs.bias is not None,
         theirs.padding_mode,
-        params_dtype=torch.float32,
+        params_dtype=construction().activations,
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from llm.base.construction import construction
 from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.base.watch import Patchable
@@ -41,7 +42,7 @@ class Features:
     """Of one picture.
 
     Attributes:
-        rows: float32 [tokens, hidden size], in the places of its tokens.
+        rows: [tokens, hidden size], in the places of its tokens, of the type of activations.
         deep: further ones of the same shape, added to what enters the second layer and those after it (DeepStack).
     """
 
@@ -76,7 +77,7 @@ class VisionTower(Patchable):
 
     Args:
         raw: the decoded config.json.
-        dtype: in which matrices are stored; everything is computed in float32.
+        dtype: in which matrices are stored. It computes in the activations' type, and stores all else in it.
         quant_config: how the linear layers are quantized; None: they are not.
 
     Raises:
@@ -87,8 +88,9 @@ class VisionTower(Patchable):
         self, raw: JsonObject, dtype: torch.dtype = torch.float32, quant_config: QuantizationConfig | None = None
     ) -> None:
         super().__init__()
+        self._activations = construction().activations
         with torch.no_grad(), refusing(f"the vision tower of {raw.get('model_type')} cannot be built"):
-            model = _skeleton(raw)
+            model = _skeleton(raw, self._activations)
             self.names = _TowerNames(model)
             self._language = _take_out_language_model(model)
             attention.use_in(model)
@@ -134,12 +136,14 @@ class VisionTower(Patchable):
         compute = getattr(_owner(self._theirs[0], name), name)
         takes = inspect.signature(compute).parameters
         given = {name: value.to(self._device) for name, value in inputs.items() if name in takes}
-        given = {name: value.float() if value.is_floating_point() else value for name, value in given.items()}
+        given = {
+            name: value.to(self._activations) if value.is_floating_point() else value for name, value in given.items()
+        }
         with attention.computing(self._ops):
             found = compute(**given, **self._defaults(takes), return_dict=True)
         rows = self._rows_of(found, inputs.get(TOKENS))
         deep = getattr(found, "deepstack_features", None) or ()
-        return Features(rows, tuple(map(_rows, deep)))
+        return Features(rows.to(self._activations), tuple(_rows(part).to(self._activations) for part in deep))
 
     def _rows_of(self, found: Theirs, token_ids: torch.Tensor | None) -> torch.Tensor:
         model = self._theirs[0]
@@ -193,7 +197,7 @@ class VisionTower(Patchable):
         return positions
 
 
-def _skeleton(raw: JsonObject) -> Theirs:
+def _skeleton(raw: JsonObject, dtype: torch.dtype) -> Theirs:
     from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
 
     family = str(raw.get("model_type"))
@@ -202,7 +206,7 @@ def _skeleton(raw: JsonObject) -> Theirs:
     check_counts(dict(raw), "config.json")
     given = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map", "quantization_config")}
     config: Theirs = AutoConfig.for_model(family, **PreTrainedConfig._decode_special_floats(given))
-    make = partial(AutoModelForImageTextToText.from_config, config, dtype=torch.float32, trust_remote_code=False)
+    make = partial(AutoModelForImageTextToText.from_config, config, dtype=dtype, trust_remote_code=False)
     with torch.device("meta"), without_warnings():
         try:
             model: Theirs = make(attn_implementation="sdpa")
@@ -255,7 +259,7 @@ def _allocate(model: nn.Module) -> None:
 
 def _rows(found: Theirs) -> torch.Tensor:
     parts = [found] if isinstance(found, torch.Tensor) else list(found)
-    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).float()
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
 class _TowerNames(WeightNames):
