@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+import torch
 from kernel_sets import has_kernels
 
 from llm.outputs import Logprob, RequestOutput
@@ -21,6 +23,14 @@ def told(outputs: Iterable[RequestOutput]) -> list[Answer]:
 def same(ours: Sequence[Answer], theirs: Sequence[Answer]) -> bool:
     """Bit for bit; without compiled kernels `close`, as the sizes of a batch decide how PyTorch's sums round."""
     return list(ours) == list(theirs) if has_kernels() else close(ours, theirs)
+
+
+def same_values(ours: np.ndarray | torch.Tensor, theirs: np.ndarray | torch.Tensor) -> bool:
+    """Of numbers, as `same`: without compiled kernels each may differ by 1e-5 of the largest."""
+    own, other = np.asarray(ours), np.asarray(theirs)
+    if has_kernels():
+        return np.array_equal(own, other)
+    return own.shape == other.shape and np.allclose(own, other, rtol=0, atol=1e-5 * float(np.abs(other).max()))
 
 
 def close(ours: Iterable[Answer], theirs: Iterable[Answer]) -> bool:

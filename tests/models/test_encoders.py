@@ -18,6 +18,8 @@ from checkpoints.sentence_transformers import (
     save_modules,
     save_tokenizer,
 )
+from kernel_sets import has_kernels
+from same_answers import same_values
 from tiny_models import BASE, VOCAB
 
 from llm import LLM, PoolingParams, ValidationError
@@ -46,7 +48,7 @@ def test_hidden_states_and_means(family: str, tmp_path: Path) -> None:
     model = save_model(tmp_path, f"{name}Model", **config)
     save_modules(tmp_path, "mean")
     with load(tmp_path, max_num_batched_tokens=64) as llm:
-        assert llm.config.model_config.convert_type == "embed" and llm.config.invariant
+        assert llm.config.model_config.convert_type == "embed" and llm.config.invariant is has_kernels()
         states = [hidden_states(model, prompt) for prompt in prompts()]
         found = llm.embed(prompts(), use_tqdm=False).to_numpy()
         assert close(found, torch.stack([unit(own.mean(0)) for own in states]))
@@ -54,7 +56,7 @@ def test_hidden_states_and_means(family: str, tmp_path: Path) -> None:
         assert all(close(one.to_numpy(), unit(own)) for one, own in zip(tokens, states, strict=True))
         for order in (prompts()[::-1], *([prompt] for prompt in prompts())):
             expected = [found[prompts().index(prompt)] for prompt in order]
-            assert np.array_equal(llm.embed(order, use_tqdm=False).to_numpy(), np.stack(expected))
+            assert same_values(llm.embed(order, use_tqdm=False).to_numpy(), np.stack(expected))
         # A mean over padding, and a text at other positions, are seen.
         padded = torch.cat([states[0], torch.zeros(1, 48)])
         assert not close(found[0], unit(padded.mean(0) + 0.01))
@@ -73,7 +75,7 @@ def test_classes(family: str, tmp_path: Path) -> None:
             logits = torch.cat([model(torch.tensor([prompt])).logits for prompt in prompts()])
         assert close(outputs.to_numpy(), logits.softmax(-1))
         alone = [llm.classify([prompt], use_tqdm=False).to_numpy() for prompt in prompts()]
-        assert np.array_equal(np.concatenate(alone), outputs.to_numpy())
+        assert same_values(np.concatenate(alone), outputs.to_numpy())
     with load(tmp_path, convert="embed", pooler_config={"pooling_type": "CLS", "normalize": False}) as llm:
         first = torch.stack([hidden_states(model, prompt)[0] for prompt in prompts()])
         assert close(llm.embed(prompts(), use_tqdm=False).to_numpy() / 10, first / 10)
@@ -92,7 +94,7 @@ def test_every_token_is_classified(family: str, tmp_path: Path) -> None:
     name, config = {**ENCODERS, **DECODERS}[family]
     model: Any = save_model(tmp_path, f"{name}ForTokenClassification", **config, id2label=NAMES)
     with load(tmp_path, max_num_batched_tokens=64) as llm:
-        assert llm.config.model_config.convert_type == "classify" and llm.config.invariant
+        assert llm.config.model_config.convert_type == "classify" and llm.config.invariant is has_kernels()
         outputs = llm.encode(prompts(), use_tqdm=False, pooling_task="token_classify")
         raw = llm.encode(prompts(), PoolingParams(use_activation=False), use_tqdm=False)
         with torch.no_grad():
@@ -101,7 +103,7 @@ def test_every_token_is_classified(family: str, tmp_path: Path) -> None:
         assert all(close(one.to_numpy(), own.softmax(-1)) for one, own in zip(outputs, logits, strict=True))
         assert all(close(one.to_numpy() / 10, own / 10) for one, own in zip(raw, logits, strict=True))
         alone = llm.encode([prompts()[2]], use_tqdm=False)[0]
-        assert np.array_equal(alone.to_numpy(), outputs[2].to_numpy())
+        assert same_values(alone.to_numpy(), outputs[2].to_numpy())
         labels = llm.model_config.hf_config.id2label
         assert [labels[int(best)] for best in outputs[0].outputs.data.argmax(-1)] == [
             NAMES[int(best)] for best in logits[0].argmax(-1)
@@ -123,7 +125,7 @@ def test_tokens_see_both_sides_of_a_window_in_gemma(tmp_path: Path) -> None:
         means = torch.stack([hidden_states(model, prompt).double().mean(0) for prompt in prompts()])
         weight, bias = (dense[f"linear.{name}"].double() for name in ("weight", "bias"))
         assert close(found, unit(torch.tanh(means @ weight.T + bias)))
-        assert np.array_equal(llm.embed(prompts()[2:3], use_tqdm=False).to_numpy()[0], found[2])
+        assert same_values(llm.embed(prompts()[2:3], use_tqdm=False).to_numpy()[0], found[2])
     with pytest.raises(UnsupportedModelError, match="cannot generate: its tokens see those after them"):
         load(tmp_path, runner="generate", hf_overrides={"architectures": ["Gemma3ForCausalLM"]})
 

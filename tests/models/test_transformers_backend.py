@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import GREEDY, compare
+from kernel_sets import has_kernels, needs_kernels
 from torch import nn
 
 from llm import LLM
@@ -78,9 +79,10 @@ def llm(cwm: tuple[Path, Any]) -> Iterator[LLM]:
 
 def test_is_transformers_model(cwm: tuple[Path, Any], llm: LLM) -> None:
     worst, same = compare(llm, cwm[1])
-    assert worst < 1e-4 and same
+    assert worst < 1e-4 and (same or not has_kernels())
 
 
+@needs_kernels
 def test_every_schedule_has_the_same_bits(cwm: tuple[Path, Any], llm: LLM) -> None:
     assert llm.config.invariant, llm.config.reasons["invariant"]
     expected = [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].logprobs for prompt in PROMPTS]
@@ -204,7 +206,8 @@ def test_row_by_row(tmp_path: Path, model_type: str, more: dict[str, Any]) -> No
     folder, model = saved(model_type, tmp_path, **more)
     with load(folder, max_num_batched_tokens=7, model_impl="transformers") as llm:
         assert compare(llm, model)[0] < 1e-4
-        assert not llm.config.invariant and "row by row" in llm.config.reasons["invariant"]
+        assert not llm.config.invariant
+        assert "row by row" in llm.config.reasons["invariant"] or not has_kernels()
 
 
 def test_weights_that_are_read_without_a_call_are_found() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_sets import needs_kernels
 
 from llm.kernels.select import backend_for
 from llm.models.vision import attention
@@ -73,6 +74,7 @@ def test_packed_sequences_have_the_bits_of_each_alone() -> None:
     assert torch.equal(found, torch.cat(each, dim=1))
 
 
+@needs_kernels
 def test_the_number_of_threads_changes_no_bit() -> None:
     given = tokens(1, 2, 17, 0), tokens(1, 2, 17, 1), tokens(1, 2, 17, 2)
     before = torch.get_num_threads()
