@@ -222,9 +222,11 @@ def test_weights_that_are_read_without_a_call_are_found() -> None:
 
 
 def test_a_table_that_nothing_computes_is_refused() -> None:
-    class Model(nn.Module):
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    class Model(PreTrainedModel):
         def __init__(self, is_set: bool) -> None:
-            super().__init__()
+            super().__init__(PreTrainedConfig())
             self.register_buffer("table", torch.ones(3, device="meta"), persistent=False)
             self.is_set = is_set
 
