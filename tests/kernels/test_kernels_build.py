@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_sets import needs_compiler
+from kernel_sets import needs_compiler, needs_kernels
 
 from llm.base import system
 from llm.cli import main
@@ -444,6 +444,7 @@ def test_without_a_compiler_one_warning_says_what_to_do(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@needs_kernels
 def test_kernels_get_the_arguments_they_declare() -> None:
     """Pointers, integers of 64 bits of either sign, and floats rounded once."""
     kernels: Any = backend_for(select_platform("cpu")[0])
@@ -465,6 +466,7 @@ def test_every_operation_has_its_implementations() -> None:
 
 
 @needs_compiler
+@needs_kernels
 def test_the_bench_measures_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SHAPES", ((32, 48),))
     monkeypatch.setattr(bench, "ROWS", (1, 9))
