@@ -692,7 +692,9 @@ def write(name: str, folder: Path, seed: int = 3) -> Any:
         vision_config=dict(family.vision),
         **{"tie_word_embeddings": False, **more},
     )
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    with torch.random.fork_rng(devices=()):  # some vectors keep what they start from
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     if kind == "llama4":  # whose forward of transformers 5.24 reads what its language model does not return
         transformers.models.llama4.modeling_llama4.MoeCausalLMOutputWithPast.image_outputs = None
     randomise(model, seed=seed)
