@@ -216,7 +216,7 @@ struct ClippedIntegers {
     LLM_INLINE F32 value(F32 code) const { return code; }
 };
 
-// Integers with a zero point, W ~ (code - zero) * scale: `asymmetric_groups` of quantize_forms.py.
+// Integers with a zero point, W ~ (code - zero) * scale: `asymmetric_groups` of quantize_weight.py.
 struct AsymmetricIntegers {
     static constexpr float STEPS[] = {1.05f, 1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f}, BESIDE = 0.025f, MOST = 15.0f;
     struct Best { F32 least, scale, zero, share; };
@@ -281,7 +281,7 @@ struct AsymmetricIntegers {
     }
 };
 
-// Integers on two levels of scales: `level_of` of quantize_forms.py, of groups that are divided by their rows' scales.
+// Integers on two levels of scales: `level_of` of quantize_weight.py, of groups that are divided by their rows' scales.
 struct WholeSteps {
     static constexpr float STEPS[] = {1.0f, 0.0f, -1.0f, -2.0f}, PLACES[] = {0.0f, -1.0f, 1.0f}, MOST = 15.0f;
     static constexpr float PLACES_IN_STEP = 3.2f, FIRST_PLACE = 16.0f;
