@@ -12,6 +12,7 @@ from llm.outputs import Logprob, RequestOutput
 
 WORST = 1e-4  # of a logprob; other weights differ by a hundred times more
 
+Numbers = np.ndarray | torch.Tensor | Sequence[float]
 Answer = tuple[Sequence[int], Sequence[Mapping[int, Logprob]] | None]
 
 
@@ -25,7 +26,7 @@ def same(ours: Sequence[Answer], theirs: Sequence[Answer]) -> bool:
     return list(ours) == list(theirs) if has_kernels() else close(ours, theirs)
 
 
-def same_values(ours: np.ndarray | torch.Tensor, theirs: np.ndarray | torch.Tensor) -> bool:
+def same_values(ours: Numbers, theirs: Numbers) -> bool:
     """Of numbers, as `same`: without compiled kernels each may differ by 1e-5 of the largest."""
     own, other = np.asarray(ours), np.asarray(theirs)
     if has_kernels():
