@@ -1,7 +1,5 @@
-"""`python -m llm kernels`: compiles the CPU kernels ahead of time, or measures them.
-
-GEMM rates next to PyTorch's and to memory bandwidth, rates of the experts of a mixture, decode steps with recurrent
-states, and the time of one call.
+"""`python -m llm kernels bench`: GEMM rates next to PyTorch's and to memory bandwidth, rates of the experts of a
+mixture, decode steps with recurrent states, and the time of one call.
 
 Ours and PyTorch's alternate in the same process; the best and the median of the repetitions are shown. With few rows,
 as in a decode step, the weights exceed the caches, and our GEMMs are recorded and replayed without Python
@@ -11,10 +9,8 @@ MKL_ENABLE_INSTRUCTIONS=AVX2 and FBGEMM_ENABLE_INSTRUCTIONS=AVX2.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,10 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from llm.errors import LLMError
 from llm.forward import AttentionMetadata, KVCacheSpec, RecurrentMetadata
 from llm.kernels.backend import Backend, Operations
-from llm.kernels.cpu import build
 from llm.kernels.weight import FLOAT_KINDS, ExpertWeights, Weight
 
 # (outputs, inputs): the feed-forward of a 0.5 B model, both ways, and a square.
@@ -387,42 +381,3 @@ def _short_calls(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:
     block_table, starts, lengths = numbers
     step = AttentionMetadata(block_table, slots, starts, lengths, _BLOCK, [1], [2])
     yield bound("paged_attention", by_head[0], *caches, step, scale=0.25)
-
-
-def add_command(commands: Any) -> None:
-    """Add `kernels` to the command line's subcommands."""
-    command = commands.add_parser("kernels", help="compile the CPU kernels ahead of time, or measure them")
-    actions = command.add_subparsers(required=True, metavar="ACTION")
-    action = actions.add_parser("build", help="compile for this processor, unless it is done already")
-    action.set_defaults(run=_build)
-    choices = tuple(build.machine_targets())
-    which = "instruction set (default: LLM_CPU_ISA, or the best here)"
-    action.add_argument("--target", choices=choices, action="append", help=which)
-    action.add_argument("--force", action="store_true", help="compile again")
-    action = actions.add_parser("bench", help="rates of the GEMMs beside PyTorch's, and the time of one call")
-    action.set_defaults(run=_bench)
-    action.add_argument("--seconds", type=float, default=0.3, help="for each entry (default: %(default)s)")
-
-
-def _bench(args: argparse.Namespace) -> int:
-    from llm.kernels.select import backend_for
-    from llm.platforms import select_platform
-
-    for line in run(backend_for(select_platform("cpu")[0]), args.seconds):
-        print(line, flush=True)
-    return 0
-
-
-def _build(args: argparse.Namespace) -> int:
-    from llm.kernels.cpu.library import choose_target, requested_isa
-
-    isa = None if args.target else requested_isa()
-    best, _ = choose_target(None if isa == "none" else isa)
-    for target in args.target or [best]:
-        started = perf_counter()
-        try:
-            path = build.ensure_library(target, rebuild=args.force)
-        except build.BuildError as error:
-            raise LLMError(f"{error}.") from error
-        print(f"{target}: {path} ({perf_counter() - started:.1f} s)", file=sys.stdout)
-    return 0

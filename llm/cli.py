@@ -134,7 +134,7 @@ def _add_quantization(commands: Commands) -> None:
 
 
 def _add_kernels(commands: Commands) -> None:
-    from llm.kernels.bench import add_command
+    from llm.kernels.command import add_command
 
     add_command(commands)
 

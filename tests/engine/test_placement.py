@@ -327,7 +327,7 @@ def test_what_does_not_wait_is_seen(
 
 # Rows end at different steps, some by a token, and cross blocks; more rows than are computed at a time.
 MANY = [
-    SamplingParams(temperature=t, max_tokens=5 + 4 * i, seed=i, ignore_eos=i % 2 == 0, logprobs=1 if i % 3 else None)
+    SamplingParams(temperature=t, max_tokens=4 + 3 * i, seed=i, ignore_eos=i % 2 == 0, logprobs=1 if i % 3 else None)
     for i, t in enumerate((0, 0, 1.0, 0, 0.7, 0, 1.0))
 ]
 
@@ -355,8 +355,7 @@ class Ahead:
         monkeypatch.setattr(StepAhead, "rows_of", taken)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt-oss", "deepseek-v3"])
-@pytest.mark.parametrize("rows", [2, 8])
+@pytest.mark.parametrize(("kind", "rows"), [("qwen3", 2), ("qwen3", 8), ("gpt-oss", 8), ("deepseek-v3", 8)])
 def test_a_step_that_is_started_early_changes_no_answer(
     pretend: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, kind: str, rows: int
 ) -> None:
@@ -379,23 +378,22 @@ def test_a_step_that_is_started_early_changes_no_answer(
             assert a.keys() == b.keys() and all(abs(a[key].logprob - b[key].logprob) < 1e-4 for key in a)
 
 
-@pytest.mark.parametrize("caching", [False, True])
 def test_rows_join_others_whose_step_was_started_early(
-    pretend: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, caching: bool
+    pretend: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, folder = TINY_MODELS["qwen3"], tiny_checkpoint("qwen3", tmp_path_factory)
-    prompts = (make_prompts(row) * 8)[:28]
+    prompts = (make_prompts(row) * 8)[:24]
     options = {**row.engine, "skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 9, "block_size": 4}
     params = [SamplingParams(temperature=i % 2, max_tokens=4 + i, seed=i, ignore_eos=True) for i in range(len(prompts))]
     with open_llm(folder, **options, device="cpu", speculative_config=None) as opened:
         expected = tokens(run(opened, prompts, params))
-    with open_llm(folder, **options, device=pretend, enable_prefix_caching=caching) as opened:
+    with open_llm(folder, **options, device=pretend) as opened:
         ahead, runner, plans = Ahead(opened, monkeypatch), engine_of(opened).runner, []
         execute = runner.execute
         runner.execute = lambda plan: plans.append(plan) or execute(plan)
         assert tokens(run(opened, prompts, params)) == expected
         joined = sum(bool(plan.new_rows) and len(plan.num_scheduled_tokens) > 1 and plan.goes_on for plan in plans)
-        assert joined > 12 and ahead.started > 0.8 * len(plans) and ahead.taken > 0.8 * ahead.rows
+        assert joined > 10 and ahead.started > 0.8 * len(plans) and ahead.taken > 0.8 * ahead.rows
         engine_of(opened).scheduler.check_integrity()
 
 

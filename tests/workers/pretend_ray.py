@@ -86,7 +86,7 @@ class PretendRay(ModuleType):
         while time.monotonic() < end:
             if actor.is_dead:
                 raise RayError("The actor died unexpectedly before finishing this task.\n\tclass_name: WorkerHost")
-            if wait([future], 0.01).done:
+            if wait([future], 0.01).done and not actor.is_dead:  # what a dead one returned is lost
                 return future.result()
         raise RayError("Get timed out")
 
