@@ -560,8 +560,7 @@ class _Compensated:
     def _round_column(self, column: int) -> None:
         step, other, inverse, least, most = self._grid
         x = self.x[column]
-        code = ((x if self.form == "asymmetric" else x + other) * inverse).round_()
-        code = torch.maximum(torch.minimum(code, most), least)
+        code = _nearest_code(x if self.form == "asymmetric" else x + other, inverse, least, most)
         if self.form == "asymmetric":
             self.codes[column], self.values[column] = code + (other - 8), code * step
         else:
@@ -661,7 +660,7 @@ def codes_on_levels(x: torch.Tensor, step: torch.Tensor, place: torch.Tensor) ->
 
 def _whole_codes(moved: torch.Tensor, step: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     least, most = code_limits(step, place)
-    return torch.maximum(torch.minimum((moved * (1 / step)).round_(), most), least)
+    return _nearest_code(moved, 1 / step, least, most)
 
 
 def code_limits(step: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -678,7 +677,12 @@ def _centred(middle: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
 
 def _from_zero(x: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
     """Codes from 0 to 15, less `zero`."""
-    return torch.maximum(torch.minimum((x * _inverse(step)).round_(), _MOST_CODE - zero), -zero)
+    return _nearest_code(x, _inverse(step), -zero, _MOST_CODE - zero)
+
+
+def _nearest_code(x: torch.Tensor, inverse: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """x over a step, whose inverse is given, rounded and cut."""
+    return torch.maximum(torch.minimum((x * inverse).round_(), most), least)
 
 
 def _inverse(x: torch.Tensor) -> torch.Tensor:

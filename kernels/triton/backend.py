@@ -100,12 +100,12 @@ class TritonBackend(Backend):
         return _triton_backend(platform.device, pins)
 
     def step_sizes(self, tokens: int, rows: int, tokens_per_row: int) -> Sequence[tuple[StepSize, int | None]]:
-        at = bisect_left(_GRAPH_ROWS, rows)
         if not tokens_per_row:
-            tokens_at, at = bisect_left(_PROMPT_TOKENS, tokens), bisect_left(_PROMPT_ROWS, rows)
-            if tokens_at == len(_PROMPT_TOKENS) or at == len(_PROMPT_ROWS):
+            if tokens > _PROMPT_TOKENS[-1] or rows > _PROMPT_ROWS[-1]:
                 return ()
-            return [(StepSize(_PROMPT_TOKENS[tokens_at], _PROMPT_ROWS[at], is_whole=True), 1)]
+            most = _PROMPT_TOKENS[bisect_left(_PROMPT_TOKENS, tokens)]
+            return [(StepSize(most, _PROMPT_ROWS[bisect_left(_PROMPT_ROWS, rows)], is_whole=True), 1)]
+        at = bisect_left(_GRAPH_ROWS, rows)
         if at == len(_GRAPH_ROWS):
             return ()
         size = StepSize(_GRAPH_ROWS[at] * tokens_per_row, _GRAPH_ROWS[at], tokens_per_row)

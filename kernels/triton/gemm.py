@@ -710,15 +710,16 @@ def _inputs(rows: torch.Tensor, weight: Weight, form: Form) -> tuple[torch.Tenso
 def multiply(x: torch.Tensor, xs: torch.Tensor | None, weight: Weight, form: Form, out: torch.Tensor) -> None:
     """Rows x [M, K], as they are multiplied, times the weight -> out [M, N]."""
     form = form if not form.INT8_X or form.IN_GROUPS or _is_split(len(x), form) else form.as_one_segment(weight.k)
+    parts = _parts(weight)
     if len(x) < UNPACKED_ROWS or not form.is_packed or x.dtype == torch.float32:
-        _multiply(x, xs, _parts(weight), form, out, (weight.groups, weight.group_size, weight.input_offset))
+        _multiply(x, xs, parts, form, out, (weight.groups, weight.group_size, weight.input_offset))
         return
     # The same values in the same order as those that tiles unpack for themselves.
     at_once = max(256, _UNPACKED_BYTES // (weight.k * x.itemsize) // 256 * 256)
     values = torch.empty(min(at_once, weight.n), weight.k, dtype=x.dtype, device=x.device)
     for start in range(0, weight.n, at_once):
         own = slice(start, start + at_once)
-        data, *others = _parts(weight)
+        data, *others = parts
         data, (scale, zero, minimum, _, levels, bias) = (
             data[own],
             [item if item is None else item[own] for item in others],

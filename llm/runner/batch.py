@@ -180,7 +180,9 @@ class InputBatch:
 
     def _decodes(self, step: StepInput) -> bool:
         """True if the step computes a token of every row and samples it, and its arrays can be filled anew."""
-        return self.decodes_alone(step) and not any(self.pooling) and self._shares_memory
+        logit_rows, rows = step.logit_rows, len(self.request_ids)
+        is_plain = logit_rows.num_sampled == rows == len(logit_rows.rows) == len(step.forward_batch.input_ids)
+        return is_plain and logit_rows.drafts is None and not any(self.pooling) and self._shares_memory
 
     def _build(self, plan: SchedulerOutput) -> StepInput:
         scheduled = np.zeros(len(self.request_ids), dtype=np.int64)
@@ -211,12 +213,6 @@ class InputBatch:
         if any(self.pooling):
             batch.token_types = self._upload((positions >= self.second_text[row_of_token]).astype(np.int64))
         return StepInput(rows, counts, logit_rows, batch, recurrent)
-
-    def decodes_alone(self, step: StepInput) -> bool:
-        """True if the step computes one token of every row, and samples after it."""
-        logit_rows, rows = step.logit_rows, len(self.request_ids)
-        is_plain = logit_rows.num_sampled == rows == len(logit_rows.rows) == len(step.forward_batch.input_ids)
-        return is_plain and logit_rows.drafts is None
 
     def build_next(self, positions: np.ndarray, tokens: torch.Tensor) -> StepInput | None:
         """The step that computes a token of every row, at these positions: the one that is being sampled. None: a row
