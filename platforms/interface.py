@@ -261,6 +261,8 @@ def supported_dtypes(platform: Platform) -> tuple[torch.dtype, ...]:
     return tuple(found() if callable(found) else found)  # type: ignore[arg-type]
 
 
+# --- What plugins see of the config. ---
+
 # Section -> its attributes, which are arguments of the same name.
 _SECTIONS = {
     "model_config": ("model", "dtype", "quantization", "max_model_len", "seed", "enforce_eager"),

@@ -81,6 +81,8 @@ class Fields:
         return CheckpointError(f"{self.where}: {key} is {show(self.given.get(key))}, must be {right}.")
 
 
+# --- Names of layers. ---
+
 T = TypeVar("T")
 # Escapes, character classes, openings of groups, counted repetitions; then single characters.
 _TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P<\w+>|<?[=!:])|\(|\{\d*,?\d*\}|.", re.DOTALL)

@@ -607,6 +607,8 @@ def _spans(numbers: Sequence[int]) -> str:
     return parts[0] if len(spans) == 1 and spans[0][0] == spans[0][1] else f"{{{','.join(parts)}}}"
 
 
+# --- What calibration showed. ---
+
 # The forms of plain integers: symmetric ones, those with a zero point, and those on two levels of scales.
 INTEGERS = ("", "asymmetric", "two_levels")
 # Of the forms whose codes are no integers.

@@ -184,6 +184,8 @@ _HANDLERS: dict[Any, Callable[[Library, Any, Allocate], torch.Tensor | None]] = 
 }
 
 
+# --- Norms. ---
+
 _RMS = KERNELS["llm_rms_norm"]
 _LAYER = KERNELS["llm_layer_norm"]
 _GATED = KERNELS["llm_gated_rms_norm"]

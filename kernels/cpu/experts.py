@@ -57,6 +57,8 @@ def mix_two_experts(
     return weights, ids
 
 
+# --- Experts. ---
+
 # As in activation.h and experts.cpp.
 _FUNCTIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swigluoai": 6, "relu2_no_mul": 5}
 _EXPERTS = KERNELS["llm_experts"]

@@ -123,6 +123,8 @@ def _in_best_groups(choice: torch.Tensor, groups: int, topk_groups: int, counted
     return parts.masked_fill(~allowed.unsqueeze(-1), -torch.inf).view_as(choice)
 
 
+# --- Experts. ---
+
 Gate = Callable[[torch.Tensor], torch.Tensor]
 # Activations of experts without a gate, as vLLM spells them: y is down_e(act(up_e(x))).
 UNGATED = ("relu2_no_mul",)

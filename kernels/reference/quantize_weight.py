@@ -131,6 +131,8 @@ def ordered_sum(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
+# --- The forms. ---
+
 # The forms that have C++ kernels, by their numbers there.
 FORMS = ("float8", "mxfp4", "nf4", "q8_0", "q4_0", "q4_k", "asymmetric", "two_levels")
 # Those with a minimum for each group, and with a zero point in its place.

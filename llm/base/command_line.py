@@ -43,6 +43,8 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     gc.collect()
 
 
+# --- The flags of commands. ---
+
 # Arguments of `LLM` that commands show: how a text is read, what it is called, what it does. All others are taken too.
 ENGINE_FLAGS: Mapping[str, tuple[str, str, str]] = {
     "quantization": ("value", "NAME", "w8a8, w8a16, w4a8, w4a16: quantize while loading"),

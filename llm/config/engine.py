@@ -163,6 +163,8 @@ class ConfigForPlugins:
         return LoadConfig(self.model_config.load_format)  # type: ignore[attr-defined]
 
 
+# --- Speculation. ---
+
 METHODS = ("ngram", "draft_model", "mtp", "eagle3")
 # vLLM's older names, one per family.
 _ALIASES = {f"{family}_mtp": "mtp" for family in ("deepseek", "glm4_moe", "qwen3_next", "qwen3_5")}
@@ -265,6 +267,8 @@ class SpeculativeConfig:
             right = "the folder of what drafts, with method='draft_model' or 'eagle3' only"
             refuse("speculative_config['model']", self.model, right)
 
+
+# --- Arguments of an engine. ---
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny"
 DEFAULT_MAX_NUM_SEQS = 256

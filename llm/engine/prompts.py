@@ -258,6 +258,9 @@ _KEYS = ("add_special_tokens", "truncation", "max_length", "truncate_prompt_toke
 _INSTEAD = "tokenize with LLM.get_tokenizer() and pass token ids for anything else"
 
 
+# --- How texts become ids. ---
+
+
 @dataclass(frozen=True)
 class Tokenization:
     """`add_special_tokens`: None: as the call does by itself. `truncation`: None: nothing is cut."""

@@ -18,6 +18,8 @@ from llm.engine.block_manager import BlockManager
 from llm.engine.request import Request
 from llm.outputs import Counter, Gauge, Histogram, Metric
 
+logger = logging.getLogger("llm")
+
 GIB = 1 << 30
 
 
@@ -99,6 +101,8 @@ def _shown(name: str, value: object) -> str:
         return f"{value:.0%}"
     return f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
 
+
+# --- Totals of ended requests. ---
 
 _REASONS = ("stop", "length", "abort", "error", "repetition")
 _COUNTS = (
@@ -200,8 +204,7 @@ class EndedRequests:
         return [*found, *(values.snapshot(f"vllm:{name}", labels) for name, values in self._values.items())]
 
 
-logger = logging.getLogger("llm")
-
+# --- Busy cores. ---
 
 _LEAST_SECONDS = 2.0  # shorter calls are not judged
 _FOUGHT_SHARE = 0.25  # at least this fraction of the call's time off the core ...

@@ -177,6 +177,8 @@ def _unknown(pattern: str, sites: Iterable[str]) -> str:
     return f"this model has no site {show(pattern)}.{hint} It has: {', '.join(kinds)}."
 
 
+# --- Positions. ---
+
 # "last": of the prompt, from which the first token is drawn. A slice or numbers: of the prompt, negative ones from its
 # end. A callable: (position, number of prompt tokens) -> bool.
 Positions = str | int | slice | Sequence[int] | Callable[[int, int], bool]

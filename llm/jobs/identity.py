@@ -188,6 +188,8 @@ def _json(value: object) -> bytes:
     return json.dumps(plain(value), sort_keys=True, separators=(",", ":")).encode()
 
 
+# --- Of a finished output: the file `OUTPUT.job`. ---
+
 _VERSION = 1
 _MOST_BYTES = 1 << 24
 # Shards of one job differ in these.

@@ -78,6 +78,8 @@ from llm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from llm.llm import LLM
 
+logger = logging.getLogger("llm")
+
 
 @dataclass(frozen=True)
 class JobSummary:
@@ -367,7 +369,7 @@ def _next(numbered: Iterator[tuple[int, Read]], room: int) -> list[tuple[int, Re
     return batch
 
 
-logger = logging.getLogger("llm")
+# --- From arguments to a plan. ---
 
 _MAX_LISTED = 10
 

@@ -486,6 +486,8 @@ def output_from_json(data: JsonObject, params: SamplingParams | None) -> Request
     )
 
 
+# --- Checking what was read. ---
+
 # What `output_as_json` writes: a type, (type or None), [of each], {member: form}. Other members are not looked at.
 _ERROR = {"type": str, "message": str}
 _TOKEN = {"token_id": int, "logprob": float, "rank": (int,), "decoded_token": (str,)}

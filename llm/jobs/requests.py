@@ -433,6 +433,8 @@ class JobAdapters:
         return self.modules[name]
 
 
+# --- Models that pool. ---
+
 # Columns of a pair of texts, of a plain row and of a body.
 PAIR = ("text_1", "text_2")
 POOLING_URLS = {

@@ -343,6 +343,8 @@ def of_folder(folder: Path) -> str:
     return "is it a Hugging Face model folder?"
 
 
+# --- GGUF files. ---
+
 _HUB_TYPE = re.compile(r"(\w[\w.-]*/\w[\w.-]*):([\w.-]+)", re.ASCII)
 _HUB_FILE = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/((?:\w[\w. -]*/)*\w[\w. -]*\.gguf)", re.ASCII)
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf", re.ASCII)

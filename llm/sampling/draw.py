@@ -267,6 +267,8 @@ def _draw_all(logits: torch.Tensor, cut: _Cut, backend: Backend) -> tuple[torch.
     return draw_in_order(mass, cut.uniform), torch.ones_like(logits, dtype=torch.bool)
 
 
+# --- Random numbers. ---
+
 _MULTIPLIER = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _LOW = np.uint64(0xFFFFFFFF)

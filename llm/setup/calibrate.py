@@ -208,6 +208,8 @@ def _tell_of_unreached(rows: Mapping[str, int]) -> None:
         )
 
 
+# --- Texts that the model writes. ---
+
 # Raise it when other texts are written.
 _VERSION = 2
 _TEXTS, _TOKENS = 32, 192

@@ -99,6 +99,8 @@ def _check_tokenizer(tokenizer: Tokenizer, other: Tokenizer | None, model: str) 
         )
 
 
+# --- EAGLE-3's head. ---
+
 # Nothing is allocated by its plan: its keys and values are in the target's cache.
 _CACHE_BYTES = 1 << 24
 _EMBEDDINGS = ("embed_tokens.weight", "model.embed_tokens.weight")

@@ -335,6 +335,8 @@ def _loaded_elsewhere(param: nn.Parameter, loaded: torch.Tensor, shard_id: objec
     raise ValidationError("this storage is filled by another loader.")
 
 
+# --- What is held beside the weights. ---
+
 _NAME = ".kv_b_proj."
 _FLOAT32 = 4
 

@@ -571,6 +571,8 @@ def check_cache(
     return f"{scales}; {size:,} bytes per token in all layers{widened}"
 
 
+# --- Lengths. ---
+
 # The tables may take 1 / this of the free memory, and always so many bytes.
 _SHARE, _LEAST_BYTES = 128, 16 << 20
 _BYTES = 4  # of a number of a table

@@ -343,6 +343,8 @@ def _size(count: int) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.1f} MiB"
 
 
+# --- Models of the hub, without their weights. ---
+
 # Of a safetensors file at first: most headers are shorter. Of a GGUF file, whose header holds the vocabulary.
 _FIRST_BYTES, _FIRST_GGUF_BYTES = 1 << 17, 8 << 20
 _MOST_GGUF_BYTES = 1 << 28

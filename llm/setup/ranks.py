@@ -53,6 +53,8 @@ class RankArgs:
     knows: dict[str, str]
 
 
+# --- The ranks of an engine. ---
+
 SCHEMA = Schema([RankArgs, LLMArgs, CacheConfig, SchedulerConfig, SpeculativeConfig])
 # Arguments that concern rank 0 alone.
 _OF_LEAD = (

@@ -246,6 +246,8 @@ def _warn_once(begin: str, form: str) -> None:
     )
 
 
+# --- gpt-oss's channels. ---
+
 # Of lists, objects and marks, in which calls may come whatever their form.
 _OPENINGS = ("{", "[", "<|", "<｜")  # noqa: RUF001
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -286,6 +288,8 @@ def _whole_messages(text: str) -> str:
     end = min(_may_begin(body, mark) for mark in (*_ENDS, "<|start|>"))
     return text[: max(start, 0)] + head + tag + body[:end]
 
+
+# --- What `tool_choice` asks for. ---
 
 _CLOSED: JsonObject = {"additionalProperties": False}
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, **_CLOSED}

@@ -370,6 +370,8 @@ def _template_text(template: str | Path) -> str:
         ) from error
 
 
+# --- Libraries that encode and decode. ---
+
 _TOKENIZER_BYTES = 256 << 20
 # A library that walks all ids up to the largest would take memory for each.
 _LARGEST_ID = 1 << 24

@@ -424,6 +424,9 @@ def fitting(value: object, written: str, types: frozenset[str]) -> object:
 # are literals, read here character by character; one with positional arguments, names or expressions is none, for it
 # does not say what is meant by them.
 
+
+# --- Calls as Python. ---
+
 T = TypeVar("T")
 
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}

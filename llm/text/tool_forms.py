@@ -321,6 +321,8 @@ def _llama3(text: str, schemas: Schemas) -> Found:
     return (rest, calls) if all(name in schemas for name, _ in calls) else (text, [])
 
 
+# --- The forms. ---
+
 _LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
 _OLMO3 = ("<function_calls>", "</function_calls>")
 _TOOL_CODE = ("```tool_code", "```")

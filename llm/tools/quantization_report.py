@@ -257,6 +257,8 @@ def _decibels(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
+# --- Of texts. ---
+
 GREEDY_TOKENS = 64
 _SPEED_PREFILL, _SPEED_DECODE, _SPEED_REPEATS = 256, 16, 3
 _CAPTURED_BYTES = 256 << 20

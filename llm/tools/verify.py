@@ -198,6 +198,8 @@ def _summed(name: str, windows: Sequence[Sequence[tuple[float, float]]]) -> tupl
     return Difference(name, max(apart), math.fsum(apart) / len(apart), same, max(margins, default=0.0)), apart
 
 
+# --- The settings. ---
+
 _LENGTHS = (1, 5, 17, 18, 40, 100)
 _TOKENS = 12
 _CHUNK = 7

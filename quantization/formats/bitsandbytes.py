@@ -97,6 +97,8 @@ class BitsAndBytesConfig(QuantizationConfig):
         return "4 bits, nested" if f"{name}.weight.nested_absmax" in shapes else "4 bits"
 
 
+# --- Storage. ---
+
 _TENSORS = ("weight", "weight_absmax", "weight_quant_map", "weight_quant_state")
 _NESTED = ("weight_nested_absmax", "weight_nested_quant_map")
 _STATE_BYTES = 1 << 16

@@ -455,6 +455,8 @@ def _block(given: Fields) -> tuple[int, int]:
     raise given.error("block_structure", "the rows and columns of a block")
 
 
+# --- Presets. ---
+
 _FLOATS: dict[str, dict[str, object]] = {
     "FP8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
     "FP8_DYNAMIC": {"num_bits": 8, "type": "float", "strategy": "channel"},

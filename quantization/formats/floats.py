@@ -120,6 +120,8 @@ def _block(given: Fields) -> tuple[int, int] | None:
     return size[0], size[1]
 
 
+# --- MXFP4. ---
+
 _MXFP4 = "mxfp4"
 _WHERE_MXFP4 = "mxfp4: quantization_config"
 _EXPERTS = "experts"

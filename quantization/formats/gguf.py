@@ -181,6 +181,8 @@ class GgufStorage(StreamedStorage):
             weight.table = torch.tensor(self.table, dtype=torch.float32)
 
 
+# --- Saving. ---
+
 _GROUP = 32
 _LEVELS = 63
 

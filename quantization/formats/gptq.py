@@ -280,6 +280,8 @@ def _refuse_awq(what: str) -> None:
     raise UnsupportedModelError(f"awq: {what}; use the unquantized checkpoint with quantization='w4a16'.")
 
 
+# --- Storage. ---
+
 # What is added to the words of zero points that are stored less 1, by bits: 1 to every value. The borrow of a zero
 # point of 0 was taken from the next value, and so the carry goes there.
 _ONES = {2: (0x55555555,), 4: (0x11111111,), 8: (0x01010101,)}

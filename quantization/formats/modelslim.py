@@ -251,6 +251,8 @@ def _copy(param: nn.Parameter, loaded: torch.Tensor, shard_id: Any = None) -> in
     return loaded.numel()
 
 
+# --- The layouts. ---
+
 # Relative tolerance for scales that were rounded to float16 (11 bits), with room for the rounding of their product.
 _SCALE_TOLERANCE = 4e-3
 _SCALE_BIAS_TOLERANCE = 1e-3

@@ -235,6 +235,8 @@ def _weights(folder: Path) -> Path:
     raise CheckpointError(f"{folder} has no {WEIGHTS}")
 
 
+# --- The description, `adapter_config.json`. ---
+
 FILE = "adapter_config.json"
 _BYTES = 16 << 20
 _MOST_RANK = 1 << 16

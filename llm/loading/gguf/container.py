@@ -289,6 +289,8 @@ class Metadata:
         return CheckpointError(f"GGUF metadata: {self.architecture}.{key} is {shown}, must be {right}.")
 
 
+# --- Writing. ---
+
 _ALIGNMENT = 32
 _ARRAYS = {np.dtype(np.int32): 5, np.dtype(np.float32): 6}
 

@@ -344,6 +344,8 @@ def _used(metadata: Metadata) -> JsonObject:
     return {"num_experts_per_tok": metadata.integer("expert_used_count")}
 
 
+# --- The architectures. ---
+
 # By architecture.
 WITH_EXPERTS: Mapping[str, Callable[[Metadata, JsonObject], JsonObject]] = {
     "llama": _mixtral,

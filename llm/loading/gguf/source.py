@@ -195,6 +195,8 @@ def _float_type(tensors: list[GgufTensor]) -> str:
     return sizes.most_common(1)[0][0] if sizes else "float16"
 
 
+# --- Where each tensor is. ---
+
 _STACK = re.compile(r"(.+\.experts)\.(gate_proj|up_proj|down_proj)\.(weight|bias)", re.ASCII)
 _LATENT = re.compile(r"(.+)\.(kv_b_proj|k_b_proj|v_b_proj)\.weight", re.ASCII)
 _MOST_PLACES = 1 << 19

@@ -228,6 +228,8 @@ def _merges_by_score(
     return [pair for *_, pair in sorted(found)]
 
 
+# --- Writing. ---
+
 _IS_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 # Of pieces that no merge makes.
 _NO_SCORE = -1e9

@@ -640,6 +640,8 @@ class _Compiler:
         return self._ones[character]
 
 
+# --- Names of properties. ---
+
 # Whether a name is, or is not: one of "values", like a "pattern", of a "format", of a "length".
 _Said = tuple[bool, tuple[str, str | tuple[str, ...] | tuple[int, int]]]
 # (names, the schema of each property, or of one, with such a name).

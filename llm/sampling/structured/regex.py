@@ -419,6 +419,8 @@ def _grouped(pattern: str) -> str:
     return f"({pattern})" if "|" in pattern else pattern
 
 
+# --- Numbers within bounds. ---
+
 _WHOLE = "(0|[1-9][0-9]*)"
 DECIMAL = rf"-?{_WHOLE}(\.[0-9]+)?"
 FRACTION = rf"-?{_WHOLE}\.[0-9]*[1-9][0-9]*"

@@ -147,6 +147,8 @@ def _says_nothing(keyword: str, schema: Mapping[str, object]) -> bool:
     return is_closed and bound >= len(properties)
 
 
+# --- Alternatives. ---
+
 Alternative = JsonObject
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MOST = 400  # alternatives of one schema
@@ -455,6 +457,8 @@ def _not_properties(item: Alternative) -> list[Alternative]:
         if not _is_true(schema)
     ]
 
+
+# --- Joining and negating. ---
 
 # Type -> keyword -> the alternatives that violate it.
 _NEGATED: Mapping[str, Mapping[str, Callable[[Alternative], list[Alternative]]]] = {

@@ -36,6 +36,8 @@ from llm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+logger = logging.getLogger("llm")
+
 
 _MOST_NODES = 50_000
 # Up to this many tokens are read one by one, which is faster than reading the whole vocabulary.
@@ -286,7 +288,7 @@ def _import_llguidance() -> ModuleType:
     return llguidance
 
 
-logger = logging.getLogger("llm")
+# --- Compiling. ---
 
 # What llguidance says of schemas that it does not follow: its advice is none that a user can take.
 _NOT_FOLLOWED = ("Unimplemented keys", "oneOf constraints", "Unknown format", "min/maxProperties only supported")

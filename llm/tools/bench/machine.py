@@ -206,6 +206,8 @@ def _busy_ticks(fields: list[str]) -> int:
     return sum(ticks) - sum(ticks[3:5])
 
 
+# --- What is kept. ---
+
 _FILE = "calibration.json"
 _MOST_BYTES = 1 << 20
 

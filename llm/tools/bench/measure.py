@@ -220,6 +220,8 @@ def decode_cost(model: ModelCost, workload: Workload) -> Phase:
     return Phase(model.operations(spans, steps * len(spans)), nbytes)
 
 
+# --- Memory. ---
+
 # Long enough to cost a thousandth of the time, short enough to sample within a step of a large model.
 _SAMPLE_SECONDS = 0.02
 _STATUS = Path("/proc/self/status")
@@ -259,6 +261,8 @@ class PeakMemory:
         while not self._stopping.wait(_SAMPLE_SECONDS):
             self._peak = max(self._peak, private_bytes() or 0)
 
+
+# --- transformers beside it. ---
 
 _SEED = 1234
 # Wide enough that a model with random weights does not repeat one token.

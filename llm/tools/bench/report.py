@@ -169,6 +169,8 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+# --- Text and picture. ---
+
 _MEGA, _GIGA = 1e6, 1e9
 _WIDTH = 120
 _LABEL = 10

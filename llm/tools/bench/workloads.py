@@ -108,6 +108,8 @@ def _fold(tokens: list[int], vocab_size: int) -> list[int]:
     return [_LOWEST_ID + (token - _LOWEST_ID) % max(1, vocab_size - _LOWEST_ID) for token in tokens]
 
 
+# --- What is asked for. ---
+
 WEIGHT_DTYPES = ("float32", "bfloat16")
 RIVALS = ("transformers",)
 
