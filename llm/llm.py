@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from llm.base.checks import MISSING, check_flag, check_integer, known_names, refuse, wrong_names
+from llm.base.checks import MISSING, check_flag, check_integer, known_names, wrong_names
 from llm.base.locks import FairLock, renew, tell_of_forks
 from llm.base.suggestions import ASKS_NOTHING, METHODS
 from llm.base.types import JsonObject
@@ -37,12 +37,11 @@ from llm.config.engine import (
 )
 from llm.config.engine import EMBEDDED_MODEL as EMBEDDED_MODEL
 from llm.engine.engine import Engine
-from llm.engine.images import NO_TOWER, images_of
+from llm.engine.images import images_of
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
 from llm.engine.pooling_rows import Prefix
 from llm.engine.preprocess import Preprocessor
-from llm.engine.prompts import with_processor_options
 from llm.engine.stats import LLMStats
 from llm.errors import EngineBusyError, EngineClosedError, ValidationError, nearest
 from llm.explain import Explanation
@@ -364,9 +363,7 @@ class LLM:
         # The guard comes first: Ctrl-C must not leave a lock held or some of the rows queued.
         with InterruptGuard() as guard, self._exclusive():
             engine = self._begin()
-            if mm_processor_kwargs and self._preprocessor.images is None:
-                refuse("mm_processor_kwargs", mm_processor_kwargs, f"None: {NO_TOWER}")
-            prompts = with_processor_options(prompts, mm_processor_kwargs)
+            prompts = self._preprocessor.with_processor_options(prompts, mm_processor_kwargs)
             default = self.get_default_sampling_params
             params = with_inside(sampling_params, capture, interventions, default)
             rows = prompt_rows(self, prompts, params, tokenization_kwargs, options, priority)
@@ -467,7 +464,6 @@ class LLM:
         outputs = self.generate(
             asked.prompts,
             asked.params,
-            mm_processor_kwargs=mm_processor_kwargs,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
             priority=priority,
@@ -575,6 +571,7 @@ class LLM:
         on_too_long: str = "error",
         row_params: bool = False,
         image_column: str | None = None,
+        video_column: str | None = None,
         use_tqdm: UseTqdm = True,
         capture: Capture | None = None,
         capture_to: str | Path | None = None,
@@ -600,6 +597,8 @@ class LLM:
             on_error: "return" answers bad rows with an error; "raise" refuses the input, and names them.
             on_too_long: as for `generate`.
             image_column: has a row's image, or a list of them: paths below the input's folder, base64 or bytes.
+            video_column: has a row's video, the list of its frames, each such an image; vLLM's URL of frames; or
+                {"video": frames, "metadata": {"fps": 2.0}}; or a list of such videos.
             row_params: columns with the names of parameters (max_tokens, temperature, ...) are those of their rows.
             capture: activations of all rows; each is checked against `limit_bytes` by itself.
             capture_to: the folder that gets them, a file for each row, counted from 0.
@@ -621,6 +620,7 @@ class LLM:
             row_params=row_params,
             use_tqdm=use_tqdm,
             image_column=image_column,
+            video_column=video_column,
             capture=capture,
             capture_to=None if capture_to is None else Path(capture_to),
             capture_format=capture_format,

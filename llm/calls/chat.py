@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 from llm.base.types import JsonObject
 from llm.engine.preprocess import Preprocessor
@@ -58,6 +58,7 @@ class ChatOptions:
     tool_parser: str | None = "auto"
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool = True
+    mm_processor_kwargs: Mapping[str, object] | None = None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> ChatOptions:
@@ -87,6 +88,7 @@ class ChatOptions:
         prompts = preprocessor.chat_prompts(
             messages, rendering, kwargs, self.tokenization_kwargs, on_too_long, params, default, choice
         )
+        prompts = cast("list[ParsedPrompt]", preprocessor.with_processor_options(prompts, self.mm_processor_kwargs))
         has_tools = shown is not None
         reader = preprocessor.reply_reader(self.chat_template, self.tool_parser, has_tools, choice.forces)
         return Conversations(prompts, choice.constrained(params, reader.writing, default), reader, choice)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -35,7 +35,7 @@ from llm.models.vision.processor import FILES, IMAGE, VIDEO, PictureProcessor
 from llm.models.vision.tower import tower_has_axes
 from llm.text.images import NAME, MediaLimits, Picture, bad_picture, from_url, read_picture
 from llm.text.tokenizer import Tokenizer
-from llm.text.videos import Frames, Video, frames_of, read_video
+from llm.text.videos import Frames, Video, frames_of, frames_of_url, read_video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -169,13 +169,15 @@ class PromptImages:
                 self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="llm-images")
             return self._pool.submit(work)
 
-    def prompt_of_row(self, prompt: object, sources: list[object]) -> object:
-        """A job's prompt with images, which stand before its text if that says no place for them."""
+    def prompt_of_row(self, prompt: object, sources: list[object], videos: Sequence[Frames] = ()) -> object:
+        """A job's prompt with images and videos, which stand before its text if that says no place for them."""
         if not isinstance(prompt, str):
             raise bad_picture(f"the prompt of a row with images must be a text, got {type(prompt).__name__}")
-        mark = self.processor.placeholder
-        text = prompt if mark in prompt else mark * len(sources) + prompt
-        return {"prompt": text, "multi_modal_data": {"image": sources}}
+        text = prompt
+        for kind, given in ((VIDEO, videos), (IMAGE, sources)):
+            mark = self.placeholder_of(kind) if given else ""
+            text = text if mark in prompt else mark * len(given) + text
+        return {"prompt": text, "multi_modal_data": {IMAGE: sources, VIDEO: list(videos) or None}}
 
     def close(self) -> None:
         self._ahead.close()
@@ -189,6 +191,9 @@ class PromptImages:
 
         plain: the text has its special tokens.
         """
+        text = self.processor.with_durations(
+            text, [item.source.timing for item in read if isinstance(item.source, Video)]
+        )
         kinds = self.processor.kinds_in(text, {item.kind for item in read})
         ordered = self._ordered(read, kinds)
         return self.processor.whole_ids(text, self._texts_of(ordered), kinds, plain=plain), ordered
@@ -206,11 +211,12 @@ class PromptImages:
 
     def _before(self, read: Sequence[_Read]) -> list[str]:
         """What stands before the text of each, which are in the order of the prompt."""
-        numbers = accumulate(item.kind == IMAGE for item in read)
-        return [
-            self.processor.before(number - 1, item.options) if item.kind == IMAGE else ""
-            for number, item in zip(numbers, read, strict=True)
-        ]
+        seen = Counter[str]()
+        found = []
+        for item in read:
+            found.append(self.processor.before(seen[item.kind], item.options))
+            seen[item.kind] += 1
+        return found
 
     def ids_of(self, token_ids: Sequence[int], read: Sequence[_Read]) -> tuple[list[int], list[_Read]]:
         """The same of token ids, where each picture is one placeholder; or all of its tokens already."""
@@ -383,7 +389,8 @@ class PromptImages:
         options: Mapping[str, object],
     ) -> str:
         """What stands for the picture in a prompt: pictures of one size have the same."""
-        place = picture.size, settings
+        of_pixels = isinstance(picture, Video) and self.processor.videos.writes_pixels
+        place = (picture.digest,) if of_pixels else picture.size, settings
         with self._lock:
             text = self._texts.get(place)
         if text is None:
@@ -559,23 +566,20 @@ def without_images(
     def part_of(part: object) -> object:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in _NOT_READ:
-            raise ValidationError(
-                f"a part of type {kind!r} is not read; of a video pass the list of its frames, as type 'video'.",
-                parameter="messages",
-            )
-        if not isinstance(part, Mapping) or kind not in ("image_url", "image_pil", IMAGE, EMBEDS, VIDEO):
+            raise ValidationError(f"a part of type {kind!r} is not read: images and videos are.", parameter="messages")
+        if not isinstance(part, Mapping) or kind not in ("image_url", "image_pil", IMAGE, EMBEDS, *_VIDEOS):
             return part
         if images is None:
             raise ValidationError(f"{NO_TOWER}.", parameter="messages")
         uuid = part.get("uuid")
         if not isinstance(uuid, str | None):
             raise bad_picture(f"the uuid of an image must be a string, got {type(uuid).__name__}")
-        own = VIDEO if kind == VIDEO else IMAGE
+        own = VIDEO if kind in _VIDEOS else IMAGE
         uuids[own].append(uuid)
         if kind == EMBEDS:
             sources[own].append(_one_embeds(part.get(kind)))
-        elif kind == VIDEO:
-            sources[own].append(_frames_of_part(part, uuid, images.limits))
+        elif own == VIDEO:
+            sources[own].append(_frames_of_part(part, str(kind), uuid, images.limits))
         else:
             sources[own].append(_source_of(part.get(kind), str(kind), uuid, images.limits))
         return {"type": own, "text": images.placeholder_of(own)}
@@ -593,7 +597,8 @@ def without_images(
     )
 
 
-_NOT_READ = ("video_url", "input_audio", "audio", "audio_url", "file")
+_NOT_READ = ("input_audio", "audio", "audio_url", "file")
+_VIDEOS = (VIDEO, "video_url")
 NO_TOWER = "this model reads no images: its checkpoint has no vision tower"
 
 
@@ -604,13 +609,23 @@ def _one_embeds(value: object) -> ImageEmbeds:
     return found[0]
 
 
-def _frames_of_part(part: Mapping[str, object], uuid: str | None, limits: MediaLimits) -> Frames | None:
-    value, metadata = part.get(VIDEO), part.get("metadata")
+def _frames_of_part(part: Mapping[str, object], kind: str, uuid: str | None, limits: MediaLimits) -> Frames | None:
+    value, metadata = part.get(kind), part.get("metadata")
+    known = ("type", kind, "metadata", "uuid")
+    unknown = next((key for key, own in part.items() if key not in known and own is not None), None)
+    if unknown is not None:
+        raise bad_picture(
+            f"a part of type {kind!r} has no key {show(unknown)}; it takes {kind}, uuid, and metadata such as "
+            "{'fps': 2.0}"
+        )
     if value is None and uuid is not None:
         return None
     if value is None:
-        raise bad_picture("a part of type 'video' must have the list of its frames under 'video'")
-    frames = frames_of(value, limits)
+        raise bad_picture(f"a part of type {kind!r} must have the video under {kind!r}")
+    if kind == VIDEO and not isinstance(value, str):
+        frames = frames_of(value, limits)
+    else:
+        frames = frames_of_url(value.get("url") if isinstance(value, Mapping) else value, limits)
     return frames if metadata is None else Frames(frames.sources, metadata)
 
 
@@ -622,9 +637,12 @@ def _source_of(value: object, kind: str, uuid: str | None, limits: MediaLimits) 
     return from_url(value, limits) if isinstance(value, str) else value
 
 
-def with_images(messages: Sequence[JsonObject], sources: Sequence[object]) -> list[JsonObject]:
-    """A conversation with images before the text of its first message of a user."""
+def with_images(
+    messages: Sequence[JsonObject], sources: Sequence[object], videos: Sequence[Frames] = ()
+) -> list[JsonObject]:
+    """A conversation with images, and behind them videos, before the text of its first message of a user."""
     parts: list[object] = [{"type": "image_pil", "image_pil": source} for source in sources]
+    parts += [{"type": VIDEO, VIDEO: video} for video in videos]
     found, is_placed = [], False
     for message in messages:
         if not is_placed and message.get("role") == "user":

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 from llm.base.checks import refuse
 from llm.base.types import JsonObject
 from llm.config.engine import ModelConfig, ReasoningConfig
-from llm.engine.images import PicturesOfCall, PromptImages, no_images, without_images
+from llm.engine.images import NO_TOWER, PicturesOfCall, PromptImages, no_images, without_images
 from llm.engine.prompts import (
     ParsedPrompt,
     PromptMedia,
@@ -24,6 +24,7 @@ from llm.engine.prompts import (
     list_conversations,
     list_prompts,
     parse_prompt,
+    with_processor_options,
 )
 from llm.engine.rows import AnyRow, RefusedRow, Row, RowMaker, refuse_too_long, rows_only
 from llm.errors import LLMError, PromptTooLongError, ValidationError
@@ -229,6 +230,12 @@ class Preprocessor:
         plain = [text for text, own in zip(texts, is_text, strict=True) if own]
         encoded = iter(self._encoded(plain, tokenization_kwargs))
         return [_tokenized(item, *next(encoded)) if own else item for item, own in zip(parsed, is_text, strict=True)]
+
+    def with_processor_options(self, prompts: object, options: object) -> object:
+        """The prompts, with `mm_processor_kwargs` where they have images; raises `ValidationError` without a tower."""
+        if options and self.images is None:
+            refuse("mm_processor_kwargs", options, f"None: {NO_TOWER}")
+        return with_processor_options(prompts, options)
 
     def _without_images(self, messages: object) -> tuple[list[list[JsonObject]], list[PromptMedia | None]]:
         """Conversations, and the images of each."""

@@ -26,7 +26,7 @@ _NOT_IN_BODIES = {
 }
 _SAMPLING = [name for name in PARAM_TYPES if name not in _NOT_IN_BODIES]
 _XARGS = "vllm_xargs"  # vLLM's name of `extra_args` in a body
-_CHAT = "tools add_generation_prompt continue_final_message chat_template_kwargs".split()
+_CHAT = "tools add_generation_prompt continue_final_message chat_template_kwargs mm_processor_kwargs".split()
 _OF_CHAT = (
     *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", "tool_choice"),
     *("parallel_tool_calls", "reasoning_effort", *_CHAT),

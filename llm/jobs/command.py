@@ -49,6 +49,7 @@ def add_commands(commands: Commands) -> None:
     )
     command.add_argument("--column", metavar="NAME", help="the column of the prompts (default: prompt, or messages)")
     command.add_argument("--image-column", metavar="NAME", help="the column of images: paths, base64 or bytes")
+    command.add_argument("--video-column", metavar="NAME", help="the column of videos: lists of frames")
     command.add_argument("--template", metavar="TEXT", help='makes prompts from columns: "Translate: {text}"')
     command.add_argument(
         "--params", metavar="JSON", help='sampling params: {"temperature": 0, "max_tokens": 64}; or pooling params'
@@ -91,6 +92,7 @@ def _run(args: argparse.Namespace) -> int:
         on_too_long=args.on_too_long,
         row_params=args.row_params,
         image_column=args.image_column,
+        video_column=args.video_column,
     )
     JobFiles.of(args.input, args.output, options)  # wrong paths are refused before the model is loaded
     runner, convert = _TASKS[args.task]

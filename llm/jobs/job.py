@@ -387,6 +387,7 @@ class RunOptions:
     row_params: bool = False
     use_tqdm: UseTqdm = True
     image_column: str | None = None
+    video_column: str | None = None
     capture: Capture | None = None
     capture_to: Path | None = None
     capture_format: str = "safetensors"
@@ -491,7 +492,7 @@ class JobDefaults:
         if is_batch(first):
             if suffix == ".parquet":
                 raise JobError("the answers of OpenAI's batch format are objects of many forms; write a .jsonl file.")
-            for name in ("column", "template", "row_params", "image_column"):
+            for name in ("column", "template", "row_params", "image_column", "video_column"):
                 if getattr(options, name):
                     refuse(
                         name, getattr(options, name), "None for OpenAI's batch format, whose bodies have the prompts"
@@ -501,8 +502,9 @@ class JobDefaults:
             return BatchVectors(params=self.pooling, plan=self.plan, adapters=adapters)
         column, template, row_params = options.column, options.template, options.row_params
         if self.plan is not None:
-            if options.image_column is not None:
-                refuse("image_column", options.image_column, "None for a model that pools, which reads no images")
+            for name in ("image_column", "video_column"):
+                if getattr(options, name) is not None:
+                    refuse(name, getattr(options, name), "None for a model that pools")
             return PlainVectors.of(first, self.plan, self.pooling, adapters, column, template, row_params)
         return PlainRows(
             params=self.sampling,
@@ -511,6 +513,7 @@ class JobDefaults:
             template=template,
             row_params=row_params,
             image_column=options.image_column,
+            video_column=options.video_column,
             folder=folder,
         )
 
@@ -603,7 +606,11 @@ def _job_params(files: JobFiles, options: RunOptions, defaults: JobDefaults) -> 
         "template": options.template,
         "on_too_long": options.on_too_long,
         "row_params": options.row_params,
-        **({} if options.image_column is None else {"image_column": options.image_column}),
+        **{
+            name: getattr(options, name)
+            for name in ("image_column", "video_column")
+            if getattr(options, name) is not None
+        },
     }
 
 

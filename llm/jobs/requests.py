@@ -58,7 +58,7 @@ ANSWER_COLUMNS: dict[str, Form] = {
 _CALLS: Form = [{"id": str, "type": str, "function": {"name": str, "arguments": str}}]
 _OF_REPLIES: dict[str, Form] = {"content": str, "reasoning": str, "tool_calls": _CALLS}
 # Columns of a row with a conversation that say how it is answered; texts among them are JSON, as CSV has no objects.
-_OF_CHAT = ("tools", "tool_choice", "chat_template_kwargs")
+_OF_CHAT = ("tools", "tool_choice", "chat_template_kwargs", "mm_processor_kwargs")
 
 
 class RowRequest(NamedTuple):
@@ -71,6 +71,7 @@ class RowRequest(NamedTuple):
     adapter: LoRARequest | None = None
     choice: ToolChoice | None = None
     images: object = None  # the cell that has them
+    videos: object = None  # likewise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ class PlainForm:
 
     Attributes:
         row_params: columns with the names of parameters are parameters of their rows.
-        image_column: has images; None: rows have none.
+        image_column, video_column: have images and videos; None: rows have none.
         folder: of the input, where relative paths of images begin.
     """
 
@@ -90,6 +91,7 @@ class PlainForm:
     template: str | None = None
     row_params: bool = False
     image_column: str | None = None
+    video_column: str | None = None
     folder: Path = Path()
 
     def fault(self, row: JsonObject) -> str | None:
@@ -97,7 +99,7 @@ class PlainForm:
         clash = [name for name in self.forms(row) if name in row]
         if clash:
             return f"the input has a column {quote(clash[0])}, which the output would replace; rename it"
-        own = [*self._columns(row), *(() if self.image_column is None else (self.image_column,))]
+        own = [*self._columns(row), *self.media_columns()]
         missing = [name for name in own if name not in row]
         return f"the input has no column {quote(missing[0])}; it has {list_names(row)}" if missing else None
 
@@ -137,6 +139,14 @@ class PlainForm:
     def adapter_of(self, row: JsonObject) -> LoRARequest | None:
         return self.adapters.named(row.get(COLUMN), COLUMN)
 
+    def media_columns(self) -> list[str]:
+        return [name for name in (self.image_column, self.video_column) if name is not None]
+
+    def without_bytes(self, row: JsonObject) -> JsonObject:
+        """For the output: without images and videos that are no text and no paths."""
+        media = self.media_columns()
+        return {name: value for name, value in row.items() if name not in media or not _has_bytes(value)}
+
     def _columns(self, row: JsonObject) -> list[str]:
         if self.template is not None:
             return template_columns(self.template)
@@ -171,12 +181,12 @@ class PlainRows(PlainForm):
         """Raises `ValidationError` for an adapter that is not there, or what is wrong of params and tools."""
         prompt, messages = self.prompt_of(row)
         params = self.params_of(row)
-        images = None if self.image_column is None else row.get(self.image_column)
+        images, videos = (None if name is None else row.get(name) for name in (self.image_column, self.video_column))
         if messages is None:
-            return RowRequest(prompt, params, adapter=self.adapter_of(row), images=images)
+            return RowRequest(prompt, params, adapter=self.adapter_of(row), images=images, videos=videos)
         options = _options(row)
         choice, _ = chosen_tools(options)
-        return RowRequest(None, params, messages, chat_arguments(options), self.adapter_of(row), choice, images)
+        return RowRequest(None, params, messages, chat_arguments(options), self.adapter_of(row), choice, images, videos)
 
     def params_of(self, row: JsonObject) -> SamplingParams:
         """Those of the job, with the row's own in columns `sampling_params` and `extra_args`, and in `own_params`."""
@@ -218,9 +228,17 @@ class PlainRows(PlainForm):
         }
         one = self.params.n == 1
         found = {name: values[name] for name in self.forms(row)}
-        if self.image_column is not None and not isinstance(row.get(self.image_column), str):
-            row = {name: value for name, value in row.items() if name != self.image_column}  # bytes, not their path
+        row = self.without_bytes(row)
         return row | {name: value[0] if one and isinstance(value, list) else value for name, value in found.items()}
+
+
+def _has_bytes(value: object) -> bool:
+    """Whether a cell of images has their files in it, and not as a text."""
+    if isinstance(value, list | tuple):
+        return any(map(_has_bytes, value))
+    if isinstance(value, Mapping):
+        return any(map(_has_bytes, value.values()))
+    return not isinstance(value, str | int | float | None)
 
 
 def _cell(value: object, annotated: str) -> object:

@@ -26,6 +26,7 @@ from llm.engine.images import NO_TOWER, with_images
 from llm.engine.output import output_without_run
 from llm.engine.pooling_rows import PoolingRows, Prefix
 from llm.engine.preprocess import Preprocessor, RowNumbers
+from llm.engine.prompts import list_prompts
 from llm.engine.rows import AnyRow, RefusedRow
 from llm.errors import (
     EngineBusyError,
@@ -44,6 +45,7 @@ from llm.outputs import RequestOutput
 from llm.text.images import cell_images
 from llm.text.replies import ReplyReader, ToolChoice
 from llm.text.tokenizer import Tokenizer
+from llm.text.videos import Frames, cell_videos
 
 if TYPE_CHECKING:
     from llm.llm import LLM
@@ -130,22 +132,23 @@ class Maker:
                 _check_form(form, read)
                 request = form.request(read.row)
                 prompt, own, adapter = request.prompt, request.params, request.adapter
-                sources = _images(form, request, preprocessor)
-                if sources and request.messages is not None:
+                images, videos = _media(form, request, preprocessor)
+                if (images or videos) and request.messages is not None:
                     check_conversation(request.messages)
                     request = request._replace(
-                        messages=with_images(cast("list[JsonObject]", request.messages), sources)
+                        messages=with_images(cast("list[JsonObject]", request.messages), images, videos)
                     )
-                elif sources and preprocessor.images is not None:
-                    prompt = preprocessor.images.prompt_of_row(prompt, sources)
+                elif (images or videos) and preprocessor.images is not None:
+                    prompt = preprocessor.images.prompt_of_row(prompt, images, videos)
                 if request.messages is not None:
                     check_conversation(request.messages)
-                    options = {name: value for name, value in request.chat.items() if name != "chat_template_kwargs"}
-                    arguments = request.chat.get("chat_template_kwargs") or {}
+                    options = dict(request.chat)
+                    arguments = options.pop("chat_template_kwargs", None) or {}
+                    of_processor = options.pop("mm_processor_kwargs", None)
                     if request.choice is not None and request.choice.forces:
                         writing = preprocessor.reply_reader(None, "auto", True, True).writing
                         own = request.choice.constrained_row(own, writing)
-                    (prompt,) = preprocessor.chat_prompts(
+                    rendered = preprocessor.chat_prompts(
                         request.messages,
                         options,
                         arguments,
@@ -155,6 +158,7 @@ class Maker:
                         llm.get_default_sampling_params,
                         request.choice,
                     )
+                    [prompt] = list_prompts(preprocessor.with_processor_options(rendered, of_processor))
             except ValidationError as error:
                 prompt = error
             prompts.append(prompt)
@@ -197,13 +201,15 @@ class Maker:
         return row
 
 
-def _images(form: Generating, request: RowRequest, preprocessor: Preprocessor) -> list[object]:
-    """Of a row; raises `ValidationError` where the model reads none."""
-    if request.images is None or not isinstance(form, PlainRows):
-        return []
+def _media(form: Generating, request: RowRequest, preprocessor: Preprocessor) -> tuple[list[object], list[Frames]]:
+    """The images and the videos of a row; raises `ValidationError` where the model reads none."""
+    if not isinstance(form, PlainRows) or (request.images is None and request.videos is None):
+        return [], []
     if preprocessor.images is None:
-        raise ValidationError(f"{NO_TOWER}; leave image_column out.", parameter="image_column")
-    return cell_images(request.images, form.folder, preprocessor.images.limits)
+        column = "video_column" if request.images is None else "image_column"
+        raise ValidationError(f"{NO_TOWER}; leave {column} out.", parameter=column)
+    folder, limits = form.folder, preprocessor.images.limits
+    return cell_images(request.images, folder, limits), cell_videos(request.videos, folder, limits)
 
 
 def by_index(rows: Iterable[AnyRow]) -> Iterator[list[AnyRow]]:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm.base.text import show
+from llm.base.text import clip, show
 from llm.errors import ValidationError, nearest
 from llm.models.vision.inputs import Timing
-from llm.text.images import MOST_FRAMES, NAME, Foreign, MediaLimits, Picture, bad_picture, from_url, read_picture
+from llm.text.images import (
+    MOST_FRAMES,
+    NAME,
+    Foreign,
+    MediaLimits,
+    Picture,
+    bad_picture,
+    cell_images,
+    from_base64,
+    from_url,
+    read_picture,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,6 +34,11 @@ if TYPE_CHECKING:
 MOST_PIXELS = 1 << 28
 # vLLM's names of what is known of a video beside its frames; the last two say how these were chosen.
 _KEYS = ("fps", "duration", "total_num_frames", "frames_indices", "video_backend", "do_sample_frames")
+# vLLM's URL of frames, and the frames per second that it takes these to be.
+_FRAMES_URL = "data:video/jpeg;base64"
+_FPS_OF_URL = 2.0
+VIDEO_KEYS = ("video", "metadata")
+NO_FILES = "files of videos are not read: pass the list of the frames, such as ffmpeg -i FILE -vf fps=2 %04d.jpg writes"
 
 
 def timing_of(given: object, frames: int) -> Timing:
@@ -92,11 +110,7 @@ class Video:
 def read_video(given: Frames, limits: MediaLimits) -> tuple[Video, list[Image]]:
     """Raises `ValidationError` for frames that are none, too many, or of several sizes."""
     count = len(given.sources)
-    most = limits.frames or MOST_FRAMES
-    if not count:
-        raise bad_picture("a video must have frames, got none")
-    if count > most:
-        raise bad_picture(f"the video has {count} frames and at most {most} are read")
+    _check_count(count, limits)
     frames: list[Picture] = []
     images: list[Image] = []
     for index, source in enumerate(given.sources):
@@ -137,13 +151,89 @@ def frames_of(given: object, limits: MediaLimits | None = None) -> Frames:
     batch: Foreign = given
     if isinstance(given, str | bytes) or not (isinstance(given, Sequence) or getattr(batch, "ndim", 0) == 4):
         raise bad_picture(
-            f"a video must be the list of its frames, or (frames, metadata), got {type(given).__name__}; files of "
-            "videos are not read"
+            f"a video must be the list of its frames, or (frames, metadata), got {type(given).__name__}; {NO_FILES}"
         )
     sources = list(batch)
     if limits is not None:
-        sources = [from_url(source, limits) if isinstance(source, str) else source for source in sources]
+        _check_count(len(sources), limits)
+        sources = _each(sources, lambda source: from_url(source, limits) if isinstance(source, str) else source)
     return Frames(sources, metadata)
+
+
+def frames_of_url(url: object, limits: MediaLimits) -> Frames:
+    """The frames of `data:video/jpeg;base64,FRAME,FRAME,...`, two of each second, as in vLLM."""
+    if not isinstance(url, str):
+        raise bad_picture(f"the URL of a video must be a string, got {type(url).__name__}")
+    head, comma, data = url.partition(",")
+    if not comma or head.lower() != _FRAMES_URL:
+        raise bad_picture(
+            f"the URL of a video must be {_FRAMES_URL},FRAME,FRAME,... with frames in base64, got "
+            f"{show(clip(url, 60))}; {NO_FILES}"
+        )
+    _check_count(data.count(",") + 1, limits)
+    return Frames(_each(data.split(","), from_base64), {"fps": _FPS_OF_URL})
+
+
+def cell_videos(value: object, folder: Path, limits: MediaLimits) -> list[Frames]:
+    """The videos in a cell of a table: the list of the frames of one, each as `cell_images` takes images; vLLM's URL of
+    frames; an object with such a list as "video" and with "metadata"; or a list of such videos.
+
+    folder: as for `cell_images`.
+    """
+    if value is None or value == "":
+        return []
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, str):
+        return [frames_of_url(value, limits)]
+    if isinstance(value, Mapping) and "video" in value:
+        unknown = next((key for key, own in value.items() if key not in VIDEO_KEYS and own is not None), None)
+        if unknown is not None:
+            raise bad_picture(f"a video has the keys {', '.join(VIDEO_KEYS)}, got {show(unknown)}")
+        found = cell_videos(value["video"], folder, limits)
+        if len(found) != 1:
+            raise bad_picture('"video" must have the frames of one video')
+        metadata = value.get("metadata")
+        return found if metadata is None else [Frames(found[0].sources, metadata)]
+    if not isinstance(value, list | tuple):
+        raise bad_picture(f"a video must be the list of its frames, got {type(value).__name__}; {NO_FILES}")
+    if value and all(map(_is_cell_of_video, value)):
+        return [video for item in value for video in cell_videos(item, folder, limits)]
+    _check_count(len(value), limits)
+
+    def frame(item: object) -> object:
+        found = cell_images(item, folder, limits)
+        if len(found) != 1:
+            raise bad_picture("it must be one image, and is none" if not found else "it must be one image")
+        return found[0]
+
+    return [Frames(_each(value, frame))]
+
+
+def _is_cell_of_video(item: object) -> bool:
+    """Whether an item of a list is a video, and no frame."""
+    is_url = isinstance(item, str) and item[: len(_FRAMES_URL)].lower() == _FRAMES_URL
+    return is_url or isinstance(item, list | tuple) or (isinstance(item, Mapping) and "video" in item)
+
+
+def _each(frames: Iterable[Foreign], read: Callable[[Foreign], object]) -> list[object]:
+    """What `read` makes of each frame; its errors say which."""
+    found = []
+    for index, frame in enumerate(frames):
+        try:
+            found.append(read(frame))
+        except ValidationError as error:
+            raise ValidationError(f"frame {index}: {error}", parameter=NAME) from error
+    return found
+
+
+def _check_count(count: int, limits: MediaLimits) -> None:
+    most = limits.frames or MOST_FRAMES
+    if not count:
+        raise bad_picture("a video must have frames, got none")
+    if count > most:
+        raise bad_picture(f"the video has {count} frames and at most {most} are read")
 
 
 def _is_video(item: Foreign) -> bool:

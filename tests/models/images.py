@@ -350,7 +350,7 @@ FAMILIES: dict[str, Family] = {
             "patch_size": 4,
             "position_embedding_size": 64,
         },
-        {"image_token_id": "<image_soft_token>"},
+        {"image_token_id": "<image_soft_token>", "video_token_id": "<|video|>"},
         {"image_seq_length": 70},
         {"patch_size": 4, "max_soft_tokens": 70},
         {
@@ -750,10 +750,15 @@ PROMPTS: tuple[tuple[str, tuple[int, ...]], ...] = (
 )
 
 
-VIDEO_TOKENS = {"exaone4_5": "<|video_pad|>"}
+VIDEO_TOKENS = {
+    **dict.fromkeys(("exaone4_5", "video_llama_3"), "<|video_pad|>"),
+    "hyperclovax_vision_v2": "<|video_duration|>: <|video_pad|>",
+    "gemma4": "<|video|>",
+}
 VIDEO_FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v", "glm_ocr"),
-    *("exaone4_5", "llava_onevision", "llava_next_video", "internvl", "smolvlm"),
+    *("exaone4_5", "llava_onevision", "llava_next_video", "internvl", "smolvlm", "video_llama_3", "gemma4"),
+    *("minicpmv4_6", "hyperclovax_vision_v2"),
 )
 VIDEOS: tuple[Any, ...] = (
     ([picture(53, 37, seed) for seed in range(3)], {"fps": 2.0}),
@@ -871,12 +876,15 @@ def _inputs_of_videos(llm: LLM, text: str, images: Any, videos: Any) -> dict[str
     shown = [own.videos.process(frames, timing_of(known, len(frames)), {}) for frames, known in videos]
     found: dict[str, Any] = dict(own._theirs.image_processor(images, return_tensors="pt")) if images else {}
     for item in shown:
+        places = {"SmolVLMProcessor": 1, "MiniCPMV4_6Processor": -1}  # of frames, and of patches
         for key, value in item.inputs.items():
-            place = int(key.startswith("pixel") and type(own._theirs).__name__ == "SmolVLMProcessor")  # of frames
+            place = places.get(type(own._theirs).__name__, 0) if key.startswith("pixel") else 0
             found[key] = torch.cat([found[key], value], place) if key in found else value
-    (whole,), _ = own._theirs.get_text_with_replacements(
-        [text], [item.text for item in seen], [item.text for item in shown]
-    )
+    if hasattr(own._theirs, "_pending_video_durations"):
+        timings = [timing_of(known, len(frames)) for frames, known in videos]
+        own._theirs._pending_video_durations = [round(item.total / item.fps, 2) for item in timings]
+    replaced = [[own.before(index, {}) + item.text for index, item in enumerate(kind)] for kind in (seen, shown)]
+    (whole,), _ = own._theirs.get_text_with_replacements([text], *replaced)
     ids = own._theirs.tokenizer([whole])["input_ids"]
     kinds = own._theirs.create_mm_token_type_ids(ids)
     return {**found, "input_ids": torch.tensor(ids), "mm_token_type_ids": torch.tensor(kinds)}

@@ -12,6 +12,7 @@ import images
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from llm import LLM, SamplingParams
 from llm.errors import UnsupportedModelError, ValidationError
@@ -23,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
 import make_video_fixtures
 
 CASES = json.loads((Path(make_video_fixtures.__file__).parent / "videos.json").read_text())
-# Of three positions and timed by them, with times as text and DeepStack, as images, with a row's own tokens.
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "llava_onevision")
+# Of three positions and timed by them, with times as text and DeepStack, as images, with a row's own tokens, with
+# frames that each are a list of patches, with numbers before them.
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "llava_onevision", "video_llama_3", "minicpmv4_6")
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 FRAMES, TIMING = images.VIDEOS[0]
 MARK = images.video_mark("qwen2_5_vl")
@@ -33,7 +35,11 @@ LARGE = np.zeros((6000, 8000), dtype=np.uint8)
 
 def processor_of(name: str, settings: dict[str, Any]) -> video.VideoProcessor:
     family = next((family for family, own in video._BY_FAMILY.items() if own == name), "glm46v")
-    theirs = SimpleNamespace(video_token="<video>", replace_video_token=lambda given, index: "<video>")
+    theirs = SimpleNamespace(
+        video_token="<video>",
+        replace_video_token=lambda given, index, **more: "<video>",
+        image_processor=transformers.MiniCPMV4_6ImageProcessorPil(),
+    )
     return video.VideoProcessor(family, theirs, [{}, {}, {"video_processor_type": name, **settings}])
 
 
@@ -49,12 +55,13 @@ def test_pixels_are_those_of_transformers(case: dict[str, Any]) -> None:
     assert pixels is not None
     if len(case["shape"]) == 5:
         pixels = pixels.view(1, *pixels.shape[-4:])
-    ours = make_video_fixtures.summary(pixels, found.get("video_grid_thw"))
-    assert ours["shape"] == case["shape"] and ours["grid"] == case["grid"]
+    ours = make_video_fixtures.summary(pixels, found)
+    for key in ("shape", *make_video_fixtures.OTHERS):
+        assert key not in ours or ours[key] == case[key]
     tolerance = 1e-3 * case["sums"][2] ** 0.5  # other processors round some pixels' bytes otherwise
     assert ours["sums"] == pytest.approx(case["sums"], rel=1e-4, abs=tolerance)
     turned = processor.process([Image.fromarray(frame[::-1]) for frame in given], timing, {}).inputs
-    other = make_video_fixtures.summary(next(iter(turned.values())).view(pixels.shape), None)
+    other = make_video_fixtures.summary(next(iter(turned.values())).view(pixels.shape), {})
     assert other["sums"] != pytest.approx(case["sums"], rel=1e-4, abs=tolerance)
 
 
@@ -218,3 +225,42 @@ def test_numbers_in_words_are_num2words() -> None:
 def test_a_family_without_a_form_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="videos of 'kimi' are not read"):
         video.VideoProcessor("kimi", SimpleNamespace(video_token="<video>"), [{}, {}, {}])
+
+
+def test_tokens_that_do_not_change_are_left_out(tmp_path: Path) -> None:
+    """VideoLLaMA 3's text depends on pixels: two videos of one size have other tokens, alone and together."""
+    model = images.write("video_llama_3", tmp_path)
+    changed = FRAMES[0].copy()
+    changed.paste((0, 0, 0), (0, 0, 10, 10))
+    clips = [FRAMES[0]] * 3, [FRAMES[0], FRAMES[0], changed]
+    text = f"{images.video_mark('video_llama_3')} what"
+    prompts: list[dict[str, Any]] = [
+        {"prompt": text, "multi_modal_data": {"image": [], "video": [(clip, TIMING)]}} for clip in clips
+    ]
+    with LLM(tmp_path, use_tqdm_on_load=False) as llm:
+        together = llm.generate(prompts, images.GREEDY, use_tqdm=False)
+        all_tokens = {**prompts[0], "mm_processor_kwargs": {"use_token_compression": False}}
+        (full,) = llm.generate(all_tokens, images.GREEDY, use_tqdm=False)
+        assert sorted({len(output.prompt_token_ids) for output in (*together, full)}) == [
+            len(output.prompt_token_ids) for output in (*together, full)
+        ]
+        for prompt, output in zip(prompts, together, strict=True):
+            assert images.worst("video_llama_3", llm, model, prompt, output) < images.TOLERANCE
+            (alone,) = llm.generate(prompt, images.GREEDY, use_tqdm=False)
+            assert images.bits(alone) == images.bits(output)
+
+
+def test_seconds_stand_where_the_prompt_has_a_place_for_them(tmp_path: Path) -> None:
+    images.write("hyperclovax_vision_v2", tmp_path)
+    with LLM(tmp_path, use_tqdm_on_load=False) as llm:
+        known = [(FRAMES, {"fps": 2.0}), (FRAMES, {"duration": 9.876})]
+
+        def tokens(text: str, *videos: Any) -> list[int]:
+            prompt = {"prompt": text, "multi_modal_data": {"video": list(videos)}}
+            return list(llm.generate(prompt, SHORT, use_tqdm=False)[0].prompt_token_ids)
+
+        mark = "<|video_pad|>"
+        said = tokens(f"<|video_duration|> s {mark} <|video_duration|> s {mark}", *known)
+        assert said == tokens(f"1.5 s {mark} 9.88 s {mark}", *known)
+        with pytest.raises(ValidationError, match=r"2 of <\|video_duration\|> and 1 videos"):
+            tokens(f"<|video_duration|><|video_duration|>{mark}", known[0])

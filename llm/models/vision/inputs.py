@@ -20,6 +20,8 @@ from llm.errors import ValidationError, nearest
 Inputs = dict[str, torch.Tensor]
 # Among these: the ids of a picture's tokens that have features, where its tower makes those of several ids.
 TOKENS = "feature_token_ids"
+# Of a video, bool: which of its features have tokens.
+KEPT = "video_compression_mask"
 
 
 @dataclass(frozen=True)

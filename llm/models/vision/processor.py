@@ -22,16 +22,16 @@ import torch
 
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
-from llm.errors import UnsupportedModelError
+from llm.errors import UnsupportedModelError, ValidationError
 from llm.models.transformers_backend.skeleton import Theirs
-from llm.models.vision.inputs import TOKENS, Processed, check_options, processing
+from llm.models.vision.inputs import TOKENS, Processed, Timing, check_options, processing
 from llm.models.vision.replacements import (
     idefics2_processor,
     llama4_image_processor,
     minicpm_processor,
     pixtral_processor,
 )
-from llm.models.vision.video import VideoProcessor, in_words
+from llm.models.vision.video import VideoProcessor, in_words, seconds_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -107,13 +107,30 @@ class PictureProcessor:
         return self.indicators if token_id == self.token_id else ()
 
     def before(self, number: int, options: Mapping[str, object]) -> str:
-        """What stands in a prompt before the text of its picture of this number, from 0.
+        """What stands in a prompt before the text of its picture, or its video, of this number, from 0.
 
         options: `mm_processor_kwargs`.
         """
         own = getattr(self._theirs, "before", None)
         found: str = "" if own is None else own(number, options.get("use_image_id"))
         return found
+
+    def with_durations(self, text: str, timings: Sequence[Timing]) -> str:
+        """A prompt with the seconds of its videos in the places that the chat template of HyperCLOVA X leaves.
+
+        Raises:
+            ValidationError: there are not as many.
+        """
+        mark = getattr(self._theirs, "video_duration_token", None)
+        if not isinstance(mark, str) or mark not in text or not timings:
+            return text
+        first, *others = text.split(mark)
+        if len(others) != len(timings):
+            raise ValidationError(
+                f"the prompt has {len(others)} of {mark} and {len(timings)} videos; it must have as many, or none.",
+                parameter="multi_modal_data",
+            )
+        return first + "".join(seconds_of(timing) + part for timing, part in zip(timings, others, strict=True))
 
     def placeholder_of(self, kind: str) -> str:
         return self.placeholder if kind == IMAGE else self.videos.placeholder

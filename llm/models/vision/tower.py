@@ -26,7 +26,7 @@ from llm.kernels.select import backend_of_construction
 from llm.models.transformers_backend.model import WeightNames
 from llm.models.transformers_backend.skeleton import Theirs, check_counts, compute_buffers, refusing, without_warnings
 from llm.models.vision import attention, modules
-from llm.models.vision.inputs import TOKENS
+from llm.models.vision.inputs import KEPT, TOKENS
 from llm.quantization.base import QuantizationConfig
 
 # Where transformers' models have their language model, from the model or from its `model`.
@@ -141,17 +141,20 @@ class VisionTower(Patchable):
         }
         with attention.computing(self._ops):
             found = compute(**given, **self._defaults(takes), return_dict=True)
-        rows = self._rows_of(found, inputs.get(TOKENS))
+        rows = self._rows_of(found, inputs.get(TOKENS), inputs.get(KEPT))
         deep = getattr(found, "deepstack_features", None) or ()
         return Features(rows.to(self._activations), tuple(_rows(part).to(self._activations) for part in deep))
 
-    def _rows_of(self, found: Theirs, token_ids: torch.Tensor | None) -> torch.Tensor:
+    def _rows_of(self, found: Theirs, token_ids: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor:
+        """kept: bool, which of the features have tokens; None: all."""
         model = self._theirs[0]
         pooled = getattr(found, "pooler_output", found)
         if pooled is None:  # Llama 4's, which it projects where its language model is called
             hidden = found.last_hidden_state
             return _rows(model.multi_modal_projector(hidden.reshape(-1, hidden.shape[-1])))
         rows = _rows(pooled)
+        if kept is not None:
+            return rows[kept.to(rows.device)]
         if token_ids is None:
             return rows
         indicators = (torch.tensor(model.config.visual_indicator_token_ids)[:, None] == token_ids).to(rows.device)

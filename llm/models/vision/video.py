@@ -8,7 +8,8 @@ text is that of transformers' processor class.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.errors import UnsupportedModelError
 from llm.models.transformers_backend.skeleton import Theirs
-from llm.models.vision.inputs import Processed, Timing, check_options, processing, resized
+from llm.models.vision.inputs import KEPT, Inputs, Processed, Timing, check_options, processing, resized
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,8 +38,14 @@ _ALL = {
     "crop_size": None,
     "resample": 3,
 }
-_PATCHES = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "cap_pixels_per_frame": None}
+_PATCHES = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+_CAP: dict[str, Theirs] = {"cap_pixels_per_frame": None}
 _MOST_OF_SMOLVLM = 4096
+# Tokens of VideoLLaMA 3 stay where the pixels of a frame differ from those of the frame before it by more, in steps of
+# normalised values of 1/255.
+_LEAST_CHANGE = 0.1
+# What the text of a video is made of beside its tower's inputs.
+_ForText = dict[str, Theirs]
 
 
 @dataclass(frozen=True)
@@ -47,18 +54,82 @@ class _Form:
 
     Attributes:
         defaults: the settings that a model's files may change.
-        budget: of the pixels in `size`: of a "frame" or of the "video"; "": frames have the size `size`.
+        budget: of the pixels in `size`: of a "frame", of the "video", or of the video in equal "shares"; "": frames
+            have the size `size`.
+        make: of uint8 [frames, 3, H, W], where it is none of these: a tower's inputs.
     """
 
     defaults: Mapping[str, Theirs]
     budget: str = ""
+    make: Callable[[torch.Tensor, Mapping[str, Theirs], Theirs], tuple[Inputs, _ForText]] | None = None
 
 
+def _of_gemma4(frames: torch.Tensor, settings: Mapping[str, Theirs], theirs: Theirs) -> tuple[Inputs, _ForText]:
+    """Patches of each frame with their places in it, behind them as many of zeros as it could have more."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+    patch, kernel, tokens = (settings[key] for key in ("patch_size", "pooling_kernel_size", "max_soft_tokens"))
+    if tokens not in _TOKENS_OF_GEMMA4:
+        raise ValueError(f"max_soft_tokens must be one of {_TOKENS_OF_GEMMA4}, got {tokens}")
+    most = tokens * kernel**2
+    if settings["do_resize"]:
+        height, width = frames.shape[-2:]
+        frames = resized(
+            frames, get_aspect_ratio_preserving_size(height, width, patch, most, kernel), int(settings["resample"])
+        )
+    pixels = _normalised(frames, settings)
+    count, _, height, width = pixels.shape
+    high, wide = height // patch, width // patch
+    cut = pixels.view(count, 3, high, patch, wide, patch).permute(0, 2, 4, 3, 5, 1).reshape(count, high * wide, -1)
+    places = torch.stack([torch.arange(wide).repeat(high), torch.arange(high).repeat_interleave(wide)], -1)
+    lacking = max(0, most - high * wide)
+    found = {
+        "pixel_values_videos": F.pad(cut, (0, 0, 0, lacking)),
+        "video_position_ids": F.pad(places.expand(count, -1, -1), (0, 0, 0, lacking), value=-1),
+        "num_frames_per_video": torch.tensor([count]),
+    }
+    return found, {"num_soft_tokens_per_video": [high * wide // kernel**2]}
+
+
+def _of_minicpm(frames: torch.Tensor, settings: Mapping[str, Theirs], theirs: Theirs) -> tuple[Inputs, _ForText]:
+    """Of each frame the whole and, if it is large, slices of it, as patches one beside the other."""
+    if settings["stack_frames"] != 1:
+        raise ValueError("stack_frames must be 1: which frames are stacked is chosen where a video is sampled")
+    sizes, size, patch = theirs.image_processor, tuple(frames.shape[-2:]), settings["patch_size"]
+    given = (settings["scale_resolution"], patch, settings["downsample_mode"])
+    grid, parts = None, [frames]
+    if settings["do_resize"]:
+        if settings["slice_mode"]:
+            grid = sizes.get_sliced_grid(size, settings["max_slice_nums"], settings["scale_resolution"])
+        whole = sizes.find_best_resize(size, *given, allow_upscale=grid is None)
+        parts = [resized(frames, whole, int(settings["resample"]))]
+    if grid is not None:
+        larger = sizes.get_refine_size(size, grid, *given, allow_upscale=True)
+        enlarged = resized(frames, larger, int(settings["resample"]))
+        rows = enlarged.split(larger[0] // grid[0], 2)
+        parts += [part for row in rows for part in row.split(larger[1] // grid[1], 3)]
+    cut, shapes = [], []
+    for part in parts:
+        count, _, height, width = part.shape
+        shape = height // patch, width // patch
+        pixels = _normalised(part, settings).view(count, 3, shape[0], patch, shape[1], patch)
+        cut.append(pixels.permute(0, 1, 3, 2, 4, 5).reshape(count, 3, patch, -1))
+        shapes.append(shape)
+    found = {
+        "pixel_values_videos": torch.cat([own[index] for index in range(len(frames)) for own in cut], -1)[None],
+        "target_sizes_videos": torch.tensor(shapes * len(frames), dtype=torch.int32),
+    }
+    grids = np.array([(0, 0) if grid is None else tuple(grid)] * len(frames))
+    return found, {"grids_videos": grids, "num_frames_per_video": [len(frames)]}
+
+
+_TOKENS_OF_GEMMA4 = (70, 140, 280, 560, 1120)
 _FORMS = {
     "Qwen2VLVideoProcessor": _Form(
         {
             **_ALL,
             **_PATCHES,
+            **_CAP,
             **_CLIP,
             "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
             "max_video_tokens": 128000,
@@ -69,6 +140,7 @@ _FORMS = {
         {
             **_ALL,
             **_PATCHES,
+            **_CAP,
             **_HALF,
             "patch_size": 16,
             "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
@@ -77,8 +149,50 @@ _FORMS = {
         "video",
     ),
     "Glm4vVideoProcessor": _Form(
-        {**_ALL, **_PATCHES, **_CLIP, "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000}},
+        {
+            **_ALL,
+            **_PATCHES,
+            **_CAP,
+            **_CLIP,
+            "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000},
+        },
         "video",
+    ),
+    "VideoLlama3VideoProcessor": _Form(
+        {
+            **_ALL,
+            **_PATCHES,
+            **_HALF,
+            "temporal_patch_size": 1,
+            "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
+            "use_token_compression": True,
+        },
+        "shares",
+    ),
+    "Gemma4VideoProcessor": _Form(
+        {
+            **_ALL,
+            "image_mean": (0.0, 0.0, 0.0),
+            "image_std": (1.0, 1.0, 1.0),
+            "patch_size": 16,
+            "max_soft_tokens": 70,
+            "pooling_kernel_size": 3,
+        },
+        make=_of_gemma4,
+    ),
+    "MiniCPMV4_6VideoProcessor": _Form(
+        {
+            **_ALL,
+            **_HALF,
+            "patch_size": 14,
+            "max_slice_nums": 9,
+            "scale_resolution": 448,
+            "slice_mode": True,
+            "stack_frames": 1,
+            "downsample_mode": "16x",
+            "use_image_id": None,
+        },
+        make=_of_minicpm,
     ),
     "LlavaOnevisionVideoProcessor": _Form({**_ALL, **_CLIP, "size": {"height": 384, "width": 384}}),
     "InternVLVideoProcessor": _Form({**_ALL, **_CLIP, "size": {"height": 384, "width": 384}}),
@@ -104,7 +218,7 @@ _FORMS = {
 }
 _FORMS["Glm46VVideoProcessor"] = _FORMS["Glm4vVideoProcessor"]
 _BY_FAMILY = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "exaone4_5"), "Qwen2VLVideoProcessor"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "exaone4_5", "hyperclovax_vision_v2"), "Qwen2VLVideoProcessor"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "Qwen3VLVideoProcessor"),
     **dict.fromkeys(("glm4v", "glm4v_moe"), "Glm4vVideoProcessor"),
     **dict.fromkeys(("glm46v", "glm_ocr"), "Glm46VVideoProcessor"),
@@ -112,6 +226,9 @@ _BY_FAMILY = {
     "llava_next_video": "LlavaNextVideoVideoProcessor",
     "internvl": "InternVLVideoProcessor",
     "smolvlm": "SmolVLMVideoProcessor",
+    "video_llama_3": "VideoLlama3VideoProcessor",
+    "gemma4": "Gemma4VideoProcessor",
+    "minicpmv4_6": "MiniCPMV4_6VideoProcessor",
 }
 _SMALL_NUMBERS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -158,7 +275,12 @@ class VideoProcessor:
     @property
     def options(self) -> frozenset[str]:
         """The names of the settings that a prompt may change."""
-        return frozenset(self.settings)
+        return frozenset(self.settings) - {"downsample_mode"}  # which the tower is built for
+
+    @property
+    def writes_pixels(self) -> bool:
+        """Whether the text of a video depends on its pixels, and not on their number alone."""
+        return "use_token_compression" in self.settings
 
     def process(self, frames: Sequence[Image], timing: Timing, options: Mapping[str, object]) -> Processed:
         """Frames of one size in the RGB mode.
@@ -166,37 +288,47 @@ class VideoProcessor:
         Raises:
             ValidationError: they cannot be resized so, or an option is none.
         """
-        check_options(options, self.settings.keys(), " of videos")
+        check_options(options, self.options, " of videos")
         size = "x".join(map(str, frames[0].size))
         with processing(f"the video ({len(frames)} frames of {size})"):
             settings = {**self.settings, **options}
-            pixels = self._pixels(torch.from_numpy(np.stack([np.asarray(frame) for frame in frames])), settings)
-            found = self._patches(pixels, settings) if self._form.budget else {"pixel_values_videos": pixels[None]}
-            text = self._text(found, timing, settings)
+            given = torch.from_numpy(np.stack([np.asarray(frame) for frame in frames]))
+            found, more = self._inputs(given.permute(0, 3, 1, 2).contiguous(), timing, settings)
+            text = self._text({**found, **more}, timing, settings)
+        return Processed(found, text)
+
+    def _inputs(self, frames: torch.Tensor, timing: Timing, settings: Mapping[str, Theirs]) -> tuple[Inputs, _ForText]:
+        """Of uint8 [frames, 3, H, W]."""
+        if self._form.make is not None:
+            return self._form.make(frames, settings, self._theirs)
+        pixels = self._pixels(frames, settings)
         if self._family == "internvl":
-            found = {"pixel_values": pixels}
+            return {"pixel_values": pixels}, {"pixel_values_videos": pixels[None]}
         if self._family == "smolvlm":
             mask = torch.ones(1, len(pixels), *pixels.shape[-2:], dtype=torch.int64)
-            found = {"pixel_values": pixels[None], "pixel_attention_mask": mask}
+            return {"pixel_values": pixels[None], "pixel_attention_mask": mask}, {}
+        if not self._form.budget:
+            return {"pixel_values_videos": pixels[None]}, {}
+        found = self._patches(pixels, settings)
         if self._family == "qwen2_5_vl":
             fps = _metadata(timing).sampled_fps
             found["second_per_grid_ts"] = torch.tensor([settings["temporal_patch_size"] / fps])
-        return Processed(found, text)
+        if "use_token_compression" in settings:
+            merge = settings["merge_size"]
+            found["video_merge_sizes"] = torch.tensor([merge])
+            found[KEPT] = _changed(
+                found["pixel_values_videos"], found["video_grid_thw"][0], merge, bool(settings["use_token_compression"])
+            )
+        return found, {}
 
-    def _pixels(self, frames: torch.Tensor, settings: Mapping[str, Theirs]) -> torch.Tensor:
-        """uint8 [frames, H, W, 3] -> float32 [frames, 3, H', W'], normalised."""
-        pixels = frames.permute(0, 3, 1, 2).contiguous()
+    def _pixels(self, pixels: torch.Tensor, settings: Mapping[str, Theirs]) -> torch.Tensor:
+        """uint8 [frames, 3, H, W] -> float32 [frames, 3, H', W'], normalised."""
         if settings["do_resize"]:
             for size in self._sizes(len(pixels), pixels.shape[2], pixels.shape[3], settings):
                 pixels = resized(pixels, size, int(settings["resample"]))
         if settings["do_center_crop"]:
             pixels = _cropped(pixels, settings["crop_size"]["height"], settings["crop_size"]["width"])
-        factor = settings["rescale_factor"]
-        if settings["do_normalize"]:
-            by = 1.0 / factor if settings["do_rescale"] else 1.0
-            mean, std = (torch.tensor(settings[key]) * by for key in ("image_mean", "image_std"))
-            return pixels.float().sub_(mean[:, None, None]).div_(std[:, None, None])
-        return pixels.float() * factor if settings["do_rescale"] else pixels.float()
+        return _normalised(pixels, settings)
 
     def _sizes(self, count: int, height: int, width: int, settings: Mapping[str, Theirs]) -> list[tuple[int, int]]:
         """(height, width) of frames, one after the other: SmolVLM's are resized twice."""
@@ -218,10 +350,12 @@ class VideoProcessor:
         size, patches = settings["size"], settings["temporal_patch_size"]
         factor = settings["patch_size"] * settings["merge_size"]
         least, most = size["shortest_edge"], size["longest_edge"]
-        tokens, caps = settings.get("max_video_tokens", 0), settings["cap_pixels_per_frame"]
-        if self._form.budget == "frame":
+        tokens, caps = settings.get("max_video_tokens", 0), settings.get("cap_pixels_per_frame")
+        if self._form.budget in ("frame", "shares"):
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+            if self._form.budget == "shares":
+                most //= count
             if caps:
                 share = int(tokens * factor * factor * 0.9) * patches // count
                 most = max(min(most, share), int(least * 1.05))
@@ -255,9 +389,11 @@ class VideoProcessor:
     def _text(self, found: Mapping[str, torch.Tensor], timing: Timing, settings: Mapping[str, Theirs]) -> str:
         theirs = copy.copy(self._theirs)  # threads have settings of their own
         theirs.video_processor = SimpleNamespace(**settings)
-        key = "pixel_values" if self._family == "smolvlm" else "pixel_values_videos"
-        given: dict[str, Theirs] = {**found, key: found["pixel_values_videos"], "video_metadata": [_metadata(timing)]}
-        text: str = theirs.replace_video_token(given, 0)
+        more = {}
+        if "slice_mode" in settings:
+            theirs.video_slice_mode = settings["slice_mode"]
+            more["video_token_divisor"] = 4 if settings["downsample_mode"] == "4x" else 16
+        text: str = theirs.replace_video_token({**found, "video_metadata": [_metadata(timing)]}, 0, **more)
         return text
 
 
@@ -270,6 +406,37 @@ def _metadata(timing: Timing) -> Theirs:
         duration=timing.duration,
         frames_indices=list(timing.indices),
     )
+
+
+def seconds_of(timing: Timing) -> str:
+    """How long a video is, as a number in a prompt."""
+    known = timing.total / (timing.fps or 24) if timing.duration is None else timing.duration
+    return json.dumps(round(float(known), 2))
+
+
+def _normalised(pixels: torch.Tensor, settings: Mapping[str, Theirs]) -> torch.Tensor:
+    """uint8 [N, 3, H, W] -> float32."""
+    factor = settings["rescale_factor"]
+    if settings["do_normalize"]:
+        by = 1.0 / factor if settings["do_rescale"] else 1.0
+        mean, std = (torch.tensor(settings[key]) * by for key in ("image_mean", "image_std"))
+        return pixels.float().sub_(mean[:, None, None]).div_(std[:, None, None])
+    return pixels.float() * factor if settings["do_rescale"] else pixels.float()
+
+
+def _changed(patches: torch.Tensor, grid: torch.Tensor, merge: int, drops: bool) -> torch.Tensor:
+    """bool [tokens]: those of the first frame, and of others where they differ from the frame before; one at least.
+
+    patches: float32 [tokens * merge * merge, channels].
+    drops: False: all are kept.
+    """
+    times, high, wide = grid.tolist()
+    tokens = patches.view(times, high // merge * (wide // merge), -1)
+    kept = torch.ones(tokens.shape[:2], dtype=torch.bool)
+    if drops and times > 1:
+        kept[1:] = (tokens[1:] - tokens[:-1]).abs().mean(-1) * 255 > _LEAST_CHANGE
+        kept[:, 0] |= ~kept.any(1)
+    return kept.flatten()
 
 
 def _cropped(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:

@@ -332,6 +332,7 @@ class Endpoint:
             self.tool_parser,
             body.get("tool_choice"),
             body.get("parallel_tool_calls", True),
+            request.chat.get("mm_processor_kwargs"),
         )
         prompt = ChatPrompt(request.messages, options)
         choice, model = request.choice or ToolChoice(), self._model(body)
