@@ -267,9 +267,9 @@ class Backend:
         stops: its replays can stop between the parts of a recording.
         records_kernels_only: what others compute than this backend's kernels would be left out of a recording without
             notice, so steps are recorded only where nothing else computes (`EngineConfig.invariant`).
-        rounds_bf16_inputs: GEMMs with bfloat16 weights are faster on activations rounded to bfloat16; activations are
-            rounded where the model allows it (`Construction.may_round`).
-        bf16_gain: how many times as fast that makes prompts and batches, as measured.
+        rounds_bf16_inputs: the kinds of weights (`llm.kernels.weight.KINDS`) whose GEMMs are faster on activations
+            rounded to bfloat16; activations are rounded where the model allows it (`Construction.may_round`).
+        bf16_gain: how many times as fast that makes prompts and batches with bfloat16 weights, as measured.
         offloads: packed weights may be in the mapping of a file (`Construction.keep`).
         activations: the types of activations that its kernels take.
     """
@@ -280,7 +280,7 @@ class Backend:
     most_recordings: int = 8
     stops: bool = False
     records_kernels_only: bool = True
-    rounds_bf16_inputs: bool = False
+    rounds_bf16_inputs: frozenset[str] = frozenset()
     bf16_gain: float = 1.0
     offloads: bool = False
     activations: ClassVar[tuple[torch.dtype, ...]] = _FLOATS

@@ -54,9 +54,9 @@ class Weight:
         minimum: float [n, groups], in place of zero; None: none.
         group_size: columns that share a scale; 0: all of a row.
         table: float32 [16], the values that int4 stands for, in the place of -8 to 7; None: those.
-        activations: "float": GEMMs read them as they are; "bfloat16": rounded to it, for a bfloat16 weight; "int8":
-            quantized, by each row's largest or by `input_scale`; for int4 without levels by the largest of each group
-            of a row.
+        activations: "float": GEMMs read them as they are; "bfloat16": rounded to it, where w is exact in it and there
+            are no levels; "int8": quantized, by each row's largest or by `input_scale`; for int4 without levels by the
+            largest of each group of a row.
         input_scale: of static int8 activations, q = round(x / input_scale) + input_offset; 0: each row has its own.
         input_offset: a whole number in [-128, 127].
         bias: float [n], added to the GEMM's result; None: none.
@@ -394,8 +394,9 @@ def _check_scaled(weight: Weight) -> None:
             raise ValueError("a rotated weight has its columns in order, and activations with a scale for each row")
     if weight.columns is not None and not _is_permutation(weight.columns, weight.k):
         raise ValueError(f"columns are the numbers from 0 to {weight.k - 1} in some order")
-    if weight.activations == "bfloat16":
-        raise ValueError(f"no product is defined of bfloat16 activations with a weight of {weight.kind}")
+    if weight.activations == "bfloat16" and (weight.levels is not None or not is_exact_in_bf16(weight.table)):
+        what = "a table of other values" if weight.levels is None else "levels"
+        raise ValueError(f"bfloat16 activations are multiplied by values of bfloat16, the weight has {what}")
     if weight.activations == "int8":
         _check_integer_product(weight)
     elif weight.input_scale or weight.input_offset:
@@ -405,6 +406,11 @@ def _check_scaled(weight: Weight) -> None:
 def _check_table(weight: Weight) -> None:
     if weight.kind != "int4" or weight.table is None or weight.table.shape != (16,):
         raise ValueError(f"a table is of 16 values and of an int4 weight, got {weight.kind}")
+
+
+def is_exact_in_bf16(table: torch.Tensor | None) -> bool:
+    """Whether bfloat16 holds the values of a weight with scales; without a table they have at most 8 bits."""
+    return table is None or torch.equal(table.bfloat16().float(), table)
 
 
 def _check_levels(weight: Weight, levels: torch.Tensor) -> None:

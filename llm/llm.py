@@ -103,8 +103,9 @@ class LLM:
         model: a folder in Hugging Face's layout, or a hub name; default: the small embedded model.
         tokenizer: folder or hub name of another tokenizer.
         dtype: "auto" or "float32": weights keep their stored type; "bfloat16" or "float16" ("half"): matrices are
-            converted to it. A CPU computes in float32, except that with "bfloat16" a processor with AMX rounds the
-            inputs of GEMMs to bfloat16: prefill and batches then take two thirds of the time.
+            converted to it. A CPU computes in float32, except that with "bfloat16" a processor with AMX or a fast
+            AVX-512 BF16 rounds the inputs of GEMMs to bfloat16, with the second those of weight-only GEMMs too: prefill
+            and batches then take two thirds of the time.
         quantization: "w8a8", "w4a8", "w8a16", "w4a16", "fp8", "mxfp4", "nf4", or GGUF's "q8_0", "q4_0", "q4_k":
             quantize the weights while they are loaded; a dict chooses per layer (`llm.quantization.on_load`).
             None: as the checkpoint says. The format of a quantized checkpoint may be named: "compressed-tensors",

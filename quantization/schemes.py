@@ -1,7 +1,8 @@
 """The schemes: a table of their types of weight and activations, their layers and checks, and the method of them all.
 
 W and A are bits: W8A8 multiplies int8 by int8. The 16 of W8A16 means that activations are not quantized: they are
-float32 on a CPU. FP8 says that 8 bits are a float, e4m3.
+float32 on a CPU, which GEMMs round as those of unquantized weights (`Construction.may_round`). FP8 says that 8 bits are
+a float, e4m3.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 from llm.base.construction import construction
 from llm.errors import CheckpointError
 from llm.kernels.select import backend_of_construction
-from llm.kernels.weight import Weight
+from llm.kernels.weight import Weight, is_exact_in_bf16
 from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, WeightLoader
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.storage import WeightStorage
@@ -127,6 +128,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         backend, platform = backend_of_construction(), construction().platform
         self._device = torch.device("cpu") if platform is None else platform.device
         self._ops = backend.ops
+        self._rounded = backend.rounds_bf16_inputs if construction().may_round else frozenset()
         self._keep = construction().weights.keep
         self.linear = backend.ops.linear
         self.invariant = backend.computes("linear")
@@ -205,7 +207,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
         static = (weight.input_scale or 0.0, weight.input_offset) if self._scheme.static else (0.0, 0)
         layer.packed_weight = packed = replace(
             scaled,
-            activations=self._scheme.activations,
+            activations=self._activations(weight),
             input_scale=static[0],
             input_offset=static[1],
         )
@@ -213,6 +215,11 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
             layer.register_buffer(name, tensor, persistent=False)
         if weight.bias is not None:
             layer.bias = nn.Parameter(weight.bias.float(), requires_grad=False)
+
+    def _activations(self, weight: IntegerWeight) -> str:
+        found = self._scheme.activations
+        rounds = found == "float" and self._scheme.kind in self._rounded and is_exact_in_bf16(weight.table)
+        return "bfloat16" if rounds else found
 
     def _smaller(self, layer: Any, weight: IntegerWeight) -> IntegerWeight:
         """A checkpoint's rotated integers of 8 bits that are codes of 4 bits on two levels of scales, as those.

@@ -33,7 +33,7 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         self.linear = linear  # until the weight is packed
         self.kernel = backend.source("linear")
         self._keep = construction().weights.keep
-        self._rounds_input = may_round and construction().may_round and backend.rounds_bf16_inputs
+        self._rounded = backend.rounds_bf16_inputs if may_round and construction().may_round else frozenset()
 
     def create(
         self, layer: nn.Module, sizes: list[int], columns: int, dtype: torch.dtype, loader: WeightLoader
@@ -59,7 +59,7 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         data = self._keep(getattr(layer, "prefix", ""), packed.data)
         layer.weight = nn.Parameter(data, requires_grad=False)
         # The packed weight shares the parameter: freeing the parameter's memory frees it.
-        activations = "bfloat16" if self._rounds_input and packed.kind == "bfloat16" else "float"
+        activations = "bfloat16" if packed.kind in self._rounded else "float"
         layer.packed_weight = replace(packed, data=layer.weight, activations=activations)
         self.linear = self._ops.linear
         if getattr(layer, "bias", None) is not None:

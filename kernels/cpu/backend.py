@@ -18,6 +18,7 @@ from llm.kernels.cpu.library import Library, choose_target, load_library, reques
 from llm.kernels.cpu.packed import RowPanels, arriving_rows
 from llm.kernels.cpu.program import AnySize, Recorded, record
 from llm.kernels.reference.backend import pytorch
+from llm.kernels.weight import SCALED_KINDS
 from llm.platforms.interface import Platform
 
 # Operation -> the module here that has its function, where that is not named as in `OPERATIONS`.
@@ -26,6 +27,8 @@ _MODULES = {"pack": "packed"}
 PYTORCH_IS = "3 to 7 times slower"
 # Target -> how many times as fast GEMMs of many rows are on activations rounded to bfloat16 (docs/reference/speed.md).
 _BF16_GAINS = {"avx512_bf16": 1.7, "amx": 1.5}
+# Target -> the kinds of weights whose GEMMs round activations. AMX multiplies panels of bfloat16 alone.
+_ROUNDED = {"avx512_bf16": frozenset(("bfloat16", *SCALED_KINDS)), "amx": frozenset(("bfloat16",))}
 # What a compiler knows that does not know a target.
 _NEXT_BEST = {"amx": "avx512_vnni", "avx512_bf16": "avx512_vnni", "avx2_vnni": "avx2", "neon_i8mm": "neon"}
 # Of the program for steps of any size.
@@ -56,8 +59,7 @@ class CpuBackend(Backend):
         )
         self.library = library
         self.variant = library.target
-        # With AMX a rounded activation is one bfloat16, an exact one is the sum of three.
-        self.rounds_bf16_inputs = library.multiplies_bf16
+        self.rounds_bf16_inputs = _ROUNDED.get(library.target, frozenset())
         self.bf16_gain = _BF16_GAINS.get(library.target, 1.0)
 
     def shared_memory(self, rank: int, ranks: int, file: Path, timeout_s: float) -> MappedMemory:

@@ -50,12 +50,27 @@ LLM_INLINE __m256i float16_bits(const uint8_t* p) {
     return _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
 }
 
+#if LLM_BF16
+// The upper halves of two floats: of `upper` in its place, of `lower` below.
+LLM_INLINE F32 joined(F32 upper, F32 lower) {
+    constexpr int Z = 0x03020302;
+    const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi32(Z, Z + 0x04040404, Z + 0x08080808, Z + 0x0c0c0c0c));
+    return as_float({_mm512_mask_shuffle_epi8(as_int(upper).v, 0x3333333333333333, as_int(lower).v, order)});
+}
+#endif
+
 template <Code CODE> struct NibbleLookup {
     __m512 table;
+#if LLM_BF16
+    __m512i halves;  // the upper halves of the 16, twice
+#endif
     LLM_INLINE explicit NibbleLookup(const Weight& weight) {
         float values[LANES];
         for (int i = 0; i < LANES; ++i) values[i] = nibble_value<CODE>(weight, i) * FACTOR<CODE>;
         table = _mm512_loadu_ps(values);
+#if LLM_BF16
+        halves = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(table), 16)));
+#endif
     }
 };
 template <> struct Lookup<Code::INT4> : NibbleLookup<Code::INT4> { using NibbleLookup::NibbleLookup; };
@@ -71,6 +86,20 @@ template <Code CODE> struct Opened {
             return {_mm512_permutexvar_ps(_mm512_srli_epi32(raw, nibble_bit(J)), lookup.table)};
         else return {_mm512_cvtepi32_ps(byte<J>())};
     }
+#if LLM_BF16
+    // Values 2 J and 2 J + 1 as a pair of bfloat16, which have all their bits; the first in the upper half.
+    template <int J> LLM_INLINE F32 pair() const {
+        if constexpr (is_nibble(CODE)) {
+            // The permutation reads only the lowest five bits of each index.
+            constexpr int B = 2 * J % 4, Z = static_cast<int>(0x80008000u) | B << 16 | (B + 1);
+            const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi32(Z, Z + 0x40004, Z + 0x80008, Z + 0xc000c));
+            const __m512i codes = _mm512_shuffle_epi8(raw, order);
+            return as_float({_mm512_permutexvar_epi16(J < 2 ? codes : _mm512_srli_epi16(codes, 4), lookup.halves)});
+        } else {
+            return joined(value<2 * J>(), value<2 * J + 1>());
+        }
+    }
+#endif
     // Byte J of each 32 bits at their top, with zeros below. A mask leaves one of the two ports of shifts and shuffles
     // to the others.
     template <int J> LLM_INLINE __m512i byte() const {
@@ -86,6 +115,9 @@ template <> struct Opened<Code::FLOAT8> {
     const uint8_t* p;
     LLM_INLINE Opened(const uint8_t* at, const Lookup<Code::FLOAT8>&) : p(at) {}
     template <int J> LLM_INLINE F32 value() const { return {_mm512_cvtph_ps(float16_bits(p + J * LANES))}; }
+#if LLM_BF16
+    template <int J> LLM_INLINE F32 pair() const { return joined(value<2 * J>(), value<2 * J + 1>()); }
+#endif
 };
 
 #elif LLM_AVX2

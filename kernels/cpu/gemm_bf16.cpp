@@ -20,17 +20,12 @@ constexpr int64_t BLOCK_BYTES = 1 << 20;  // operands of one block of row tiles
 // Two values of one k pair: that of the even k in the upper half.
 using Pair = int32_t;
 
-LLM_INLINE __m512i exchanged(__m512i pairs) {  // vprold, by whose intrinsic gcc 12 warns
-    return (__m512i)((__v16su)pairs << 16 | (__v16su)pairs >> 16);
-}
-
 // Rounds one batch row of a tile of `rows` to [k / 2][rows]; with an odd k, the last pair ends with 0.
 void round_row(const float* x, int64_t k, int64_t rows, Pair* out) {
     for (int64_t i = 0; i < k; i += 2 * LANES) {
         const int64_t left = k - i;
-        const F32 low = load_part(x + i, left), high = left > LANES ? load_part(x + i + LANES, left - LANES) : zero();
         alignas(64) Pair pairs[LANES];
-        _mm512_store_si512(pairs, exchanged((__m512i)_mm512_cvtne2ps_pbh(high.v, low.v)));
+        store_i(pairs, as_int(rounded_pairs(x + i, left)));
         for (int64_t j = 0; j < min(LANES, ceil_div(left, 2)); ++j) out[(i / 2 + j) * rows] = pairs[j];
     }
 }
@@ -49,7 +44,7 @@ __attribute__((noinline)) void tile(const Product& p, const Pair* a, int64_t row
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
             const char* at = b + c * panel_size + s * STEP_BYTES;
             prefetch_far(at + distance);
-            w[c] = (__m512bh)exchanged(_mm512_loadu_si512(at));
+            w[c] = (__m512bh)halves_exchanged(_mm512_loadu_si512(at));
         }
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
             const __m512bh value = (__m512bh)_mm512_set1_epi32(a[s * ROWS + r]);

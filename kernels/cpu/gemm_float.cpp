@@ -149,11 +149,8 @@ template <Form FORM> void multiply_by_tiles(const Product& p, int64_t threads) {
 // A bfloat16 weight without AMX, activations rounded to the nearest bfloat16.
 void multiply_rounded(const Product& p, int64_t threads) {
     const Scratch memory(p.m * p.k * sizeof(float));
-    float* rounded = memory.as<float>();
-    parallel_for(p.m, p.m * p.k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
-        for (int64_t i = row * p.k; i < (row + 1) * p.k; ++i) rounded[i] = widen(narrow<BF16>(p.x[i]));
-    });
-    multiply<BF16>({p, rounded, p.y, p.m}, threads);
+    round_rows(p.x, p.m, p.k, memory.as<float>(), threads);
+    multiply<BF16>({p, memory.as<float>(), p.y, p.m}, threads);
 }
 
 // `src` and `dst` may be the same memory if n is a multiple of 16 and k of DEPTH.

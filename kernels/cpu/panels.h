@@ -34,13 +34,14 @@ constexpr int MAX_ROWS = 6;
 #endif
 
 // Height of the next tile when `left` batch rows remain: an even split into tiles of at most `most` rows. With AVX-512
-// the first tile waits for memory and computes all that fit in the same time, but leaves the next tile 4 rows: fewer do
-// not hide the latency of their products.
-LLM_INLINE int64_t tile_rows(int64_t left, int64_t most) {
+// the first tile waits for memory and computes all that fit in the same time, but leaves the next tile `least` rows:
+// fewer do not hide the latency of their products.
+LLM_INLINE int64_t tile_rows(int64_t left, int64_t most, int64_t least) {
     if (left <= most) return left;
 #if LLM_AVX512
-    return min(most, left - 4);
+    return min(most, left - least);
 #else
+    static_cast<void>(least);
     return ceil_div(left, ceil_div(left, most));
 #endif
 }
@@ -52,12 +53,14 @@ class Tasks {
     int64_t tiles_ = 0, panels_, block_tiles_, threads_, group_panels_ = 2;
 
   public:
-    // `row_bytes`: bytes of one row of activations; `block_bytes`: the most that a block of rows may hold.
-    Tasks(int64_t m, int64_t n, int64_t most_rows, int64_t row_bytes, int64_t block_bytes, int64_t threads)
+    // `row_bytes`: bytes of one row of activations; `block_bytes`: the most that a block of rows may hold;
+    // `least_rows`: of a row tile that is not the first.
+    Tasks(int64_t m, int64_t n, int64_t most_rows, int64_t row_bytes, int64_t block_bytes, int64_t threads,
+          int64_t least_rows = 4)
         : starts_((m + 1) * sizeof(int64_t)), panels_(ceil_div(n, LANES)), threads_(threads) {
         int64_t* start = starts_.as<int64_t>();
         for (start[0] = 0; start[tiles_] < m; ++tiles_)
-            start[tiles_ + 1] = start[tiles_] + tile_rows(m - start[tiles_], most_rows);
+            start[tiles_ + 1] = start[tiles_] + tile_rows(m - start[tiles_], most_rows, least_rows);
         block_tiles_ = max(4, block_bytes / (row_bytes * most_rows + 1));
         if (tiles_ == 1) group_panels_ = 4;  // as many as a tile of one row takes at once
     }

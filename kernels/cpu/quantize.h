@@ -1,4 +1,5 @@
-// Quantizes activations to int8: dynamically, by each row's largest magnitude, or by a given scale and offset.
+// Quantizes activations to int8: dynamically, by each row's largest magnitude, or by a given scale and offset. And
+// rounds them to bfloat16.
 //
 // The formulas and roundings of kernels/reference/linear.py: x / scale is a true division, rounded half to even. NaN
 // becomes 0, and the row's factor becomes NaN.
@@ -6,7 +7,8 @@
 
 #include <type_traits>
 
-#include "simd.h"
+#include "parallel.h"
+#include "vector_math.h"
 
 namespace llm {
 namespace {
@@ -129,6 +131,33 @@ LLM_INLINE void store_steps(const I32 (&x)[ROWS], int64_t steps, int64_t rows, O
     for (int64_t s = 0; s < steps; ++s)
         std::memcpy(out + s * rows * STEP, side + s * ROWS * STEP, ROWS * STEP * sizeof(Operand));
 }
+
+// Each of x [rows][k] rounded to the nearest bfloat16.
+inline void round_rows(const float* x, int64_t rows, int64_t k, float* out, int64_t threads) {
+    parallel_for(rows, rows * k < SERIAL_ELEMENTS ? 1 : threads, 0, [&](int64_t row, char*) {
+        for (int64_t i = row * k; i < (row + 1) * k; ++i) out[i] = widen(narrow<BF16>(x[i]));
+    });
+}
+
+#if LLM_BF16
+LLM_INLINE __m512i halves_exchanged(__m512i pairs) {  // vprold, by whose intrinsic gcc 12 warns
+    return (__m512i)((__v16su)pairs << 16 | (__v16su)pairs >> 16);
+}
+// The first of up to 32 activations x as 16 pairs of the nearest bfloat16, the even k in the upper half.
+LLM_INLINE F32 rounded_pairs(const float* x, int64_t count) {
+    const F32 low = load_part(x, count), high = count > LANES ? load_part(x + LANES, count - LANES) : zero();
+    return as_float({halves_exchanged((__m512i)_mm512_cvtne2ps_pbh(high.v, low.v))});
+}
+// A row x [k] of an even number -> [k / 2] pairs.
+LLM_INLINE void round_pairs(const float* x, int64_t k, float* out) {
+    for (int64_t i = 0; i < k; i += 2 * LANES) store_part(out + i / 2, rounded_pairs(x + i, k - i), (k - i) / 2);
+}
+// Each lane rounded to the nearest bfloat16.
+LLM_INLINE F32 rounded(F32 x) {
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(x.v, x.v);
+    return as_float(shift_left<16>(I32{_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both))}));
+}
+#endif
 
 }  // namespace
 }  // namespace llm

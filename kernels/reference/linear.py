@@ -99,13 +99,15 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
       order; with zero points or minima each is followed by fma(offset[n, g], xs[m, g] * float(sum_{k in g} q[m, k]),
       .), where offset = -zero * scale or 8 * scale - minimum.
 
-    For a rotated weight x is rotated first. Sums of integers are exact. Shapes: x float [..., K] -> [..., N] of its
-    type; integers are rounded from float32.
+    For a rotated weight x is rotated first, and then rounded or quantized. Sums of integers are exact. Shapes: x float
+    [..., K] -> [..., N] of its type; integers are rounded from float32.
     """
     if x.shape[-1] != weight.k:
         raise ValueError(f"activations are float32 [..., {weight.k}], got {x.dtype} {list(x.shape)}")
     dtype, bias = x.dtype, None if weight.bias is None else weight.bias.to(x.dtype)
     if weight.activations == "bfloat16":
+        if weight.rotation:
+            x, weight = rotate(x, weight.rotation), replace(weight, rotation=0)
         x = x.bfloat16().to(dtype)
     if weight.is_float and weight.data.dtype == x.dtype:
         return F.linear(x, weight.unpack(), bias)  # that of another backend is in panels

@@ -72,6 +72,7 @@ def weights(n: int, k: int) -> Iterator[tuple[str, Weight]]:
     yield "fp8", float8.scaled(per_row)
     yield "fp8 in groups", float8.scaled(scale, group_size=32)
     yield "w4a16", four
+    yield "w4a16 rounded", replace(four, activations="bfloat16")
     yield "w4a16 with zeros", four.scaled(scale, zero, 32)
     yield "w4a16 with minima", four.scaled(scale, None, 32, minimum=scale * 4)
     yield "w4a16 of a table", replace(four, table=torch.randn(16))
@@ -88,6 +89,7 @@ def weights(n: int, k: int) -> Iterator[tuple[str, Weight]]:
         yield "w4a8 rotated", replace(levels, rotation=32)
         yield "w4a8 rotated in groups", replace(four, activations="int8", rotation=32)
         yield "w4a16 rotated", replace(four, rotation=32)
+        yield "w4a16 rotated, rounded", replace(four, rotation=32, activations="bfloat16")
 
 
 # With many rows their tiles are others.

@@ -693,12 +693,12 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 def _inputs(rows: torch.Tensor, weight: Weight, form: Form) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Activations [M, K] as they are multiplied, and the scales of their rows if those are integers."""
     dtype = rows.dtype
-    if weight.activations == "bfloat16":
-        rows = rows.bfloat16().to(dtype)
     if weight.columns is not None:
         rows = rows[:, weight.columns.long()]
     if weight.rotation:
         rows = rotate(rows, weight.rotation, torch.float32 if form.INT8_X else dtype)
+    if weight.activations == "bfloat16":
+        rows = rows.bfloat16().to(dtype)
     if form.INT8_X:
         size = weight.group_size if form.IN_GROUPS else weight.k
         return quantize(rows, size, weight.input_scale, weight.input_offset, form.HALVES)

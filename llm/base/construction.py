@@ -63,7 +63,7 @@ class Construction:
     """The settings that constructors read. `platform` None: an operation constructed outside of an LLM.
 
     `activations`: the type that embeddings give, and that every layer's result has.
-    `may_round`: GEMMs with bfloat16 weights may round their activations to bfloat16 where that is faster.
+    `may_round`: GEMMs may round their activations to bfloat16 where that is faster.
     `weights`: where packed weights are kept: `WeightFile` moves those into a file that memory has no room for, and
         `SharedWeights` those that other processes have too.
     `scratch`: for what is packed and then gone. It lives as long as a constructor's object refers to it.

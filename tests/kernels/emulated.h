@@ -102,9 +102,13 @@ EMULATED __m512i permutexvar_epi32(__m512i index, __m512i x) {
 EMULATED __m512i permutex2var_epi16(__m512i a, __m512i index, __m512i b) {
     return (__m512i)__builtin_shuffle((__v32hi)a, (__v32hi)b, (__v32hi)index);
 }
+EMULATED __m512i permutexvar_epi16(__m512i index, __m512i x) {
+    return (__m512i)__builtin_shuffle((__v32hi)x, (__v32hi)index);
+}
 EMULATED __m512i broadcast_i32x4(__m128i x) {
     return whole(_mm256_broadcastsi128_si256(x), _mm256_broadcastsi128_si256(x));
 }
+EMULATED __m512i broadcast_i64x4(__m256i x) { return whole(x, x); }
 EMULATED __m512i shuffle_epi8(__m512i x, __m512i index) {
     return whole(_mm256_shuffle_epi8(halves(x).lo, halves(index).lo),
                  _mm256_shuffle_epi8(halves(x).hi, halves(index).hi));
@@ -113,6 +117,14 @@ EMULATED __m512i shuffle_epi8(__m512i x, __m512i index) {
 // --- Masks. Memory of lanes that are masked out is not touched.
 
 EMULATED bool lane_of(__mmask16 mask, int lane) { return mask >> lane & 1; }
+EMULATED __m512i mask_shuffle_epi8(__m512i src, uint64_t mask, __m512i x, __m512i index) {
+    const __m512i shuffled = shuffle_epi8(x, index);
+    char from[64], out[64];
+    std::memcpy(from, &shuffled, sizeof from), std::memcpy(out, &src, sizeof out);
+    for (int i = 0; i < 64; ++i)
+        if (mask >> i & 1) out[i] = from[i];
+    return load<__m512i>(out);
+}
 EMULATED __m512 mask_blend_ps(__mmask16 mask, __m512 a, __m512 b) {
     for (int i = 0; i < 16; ++i)
         if (lane_of(mask, i)) a[i] = b[i];
@@ -420,6 +432,7 @@ inline void tile_dot_bf16(int sum, int a, int b) {
 #undef _mm512_extracti32x8_epi32
 #define _mm512_extracti32x8_epi32 emulated::extracti32x8_epi32
 #define _mm512_permutexvar_epi32 emulated::permutexvar_epi32
+#define _mm512_permutexvar_epi16 emulated::permutexvar_epi16
 #define _mm512_permutexvar_ps emulated::permutexvar_ps
 #undef _mm512_permute_ps
 #define _mm512_permute_ps(x, order) emulated::permute_ps<order>(x)
@@ -427,7 +440,9 @@ inline void tile_dot_bf16(int sum, int a, int b) {
 #define _mm512_shuffle_f32x4(a, b, order) emulated::shuffle_f32x4<order>(a, b)
 #define _mm512_permutex2var_epi16 emulated::permutex2var_epi16
 #define _mm512_broadcast_i32x4 emulated::broadcast_i32x4
+#define _mm512_broadcast_i64x4 emulated::broadcast_i64x4
 #define _mm512_shuffle_epi8 emulated::shuffle_epi8
+#define _mm512_mask_shuffle_epi8 emulated::mask_shuffle_epi8
 #define _mm512_mask_blend_ps emulated::mask_blend_ps
 #define _mm512_maskz_mov_ps emulated::maskz_mov_ps
 #define _mm512_maskz_sub_ps emulated::maskz_sub_ps

@@ -21,6 +21,7 @@ from llm.kernels.cpu import build, library, linear, packed
 from llm.kernels.cpu.signatures import KERNELS
 from llm.kernels.reference import linear as reference
 from llm.kernels.reference.linear import quantize_per_token, quantize_static
+from llm.kernels.reference.rotation import rotate
 from llm.kernels.weight import LEAST, MAX_INTEGER_K, Weight, dequantize
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("seeded")]
@@ -436,6 +437,64 @@ def test_rows_of_integers_in_groups_by_id(lib: library.Library, bits: int) -> No
         linear.embedding(lib, ids, packed.pack(lib, weight, f"int{bits}"))
 
 
+def values_of(lib: library.Library, n: int, k: int) -> dict[str, packed.PanelWeight]:
+    """Every code of weights with scales that bfloat16 holds exactly, without scales."""
+    nibbles = packed.pack(lib, int4(n, k), "int4")
+    return {
+        "int8": packed.pack(lib, random_int8(n, k), "int8"),
+        "int4": nibbles,
+        "table of wholes": dataclasses.replace(nibbles, table=torch.arange(16.0) ** 2 - 100),
+        "table of floats": dataclasses.replace(nibbles, table=torch.randn(16).bfloat16().float()),
+        "float8": packed.pack(lib, torch.randn(n, k).to(torch.float8_e4m3fn)),
+    }
+
+
+# Whole steps and not, few rows and many, tiles of 12 and fewer rows, one block of k and more.
+@pytest.mark.parametrize(
+    "shape", [(0, 3, 5), (1, 17, 5), (1, 70, 96), (5, 33, 520), (12, 17, 136), (13, 40, 64), (40, 33, 1096)]
+)
+def test_weight_only_products_round_activations_where_the_weight_says_so(lib: library.Library, shape: tuple) -> None:
+    m, n, k = shape
+    x, bias = torch.randn(m, k), torch.randn(n)
+    for name, values in values_of(lib, n, k).items():
+        for group in (k, 32, 12):
+            scale, zero = torch.rand(n, groups_of(k, group)), torch.randint(-8, 8, (n, groups_of(k, group))).float()
+            forms = [values.scaled(scale, None, group)]
+            if name in ("int8", "int4"):
+                forms += [values.scaled(scale, zero, group), values.scaled(scale, None, group, torch.rand(zero.shape))]
+            for held in forms:
+                rounded = dataclasses.replace(held, activations="bfloat16")
+                expected = scaled_sums(lib, x.bfloat16().float(), held)
+                assert same(linear.linear(lib, x, rounded), expected), (name, group)
+                assert same(product(lib, x, rounded, bias=bias), expected + bias), (name, group)
+                assert not m or not same(linear.linear(lib, x, held), expected)
+
+
+def test_rounding_follows_rotation_and_the_order_of_columns(lib: library.Library) -> None:
+    n, k = 33, 96
+    x, q, scale = torch.randn(7, k), int4(n, k), torch.rand(n, 3)
+    plain = dataclasses.replace(packed.pack(lib, q, "int4").scaled(scale, None, 32), activations="bfloat16")
+    order = torch.randperm(k)
+    moved, rotated = plain.scaled(scale, None, 32, columns=order.int()), plain.scaled(scale, None, 32, rotation=32)
+    assert same(linear.linear(lib, x, moved), linear.linear(lib, x[:, order].contiguous(), plain))
+    assert same(linear.linear(lib, x, rotated), linear.linear(lib, rotate(x, 32), plain))
+    twin = dataclasses.replace(reference.pack(q, "int4").scaled(scale, None, 32, rotation=32), activations="bfloat16")
+    assert torch.allclose(reference.linear(x, twin), linear.linear(lib, x, rotated), atol=1e-4)
+    rounded_before = reference.linear(x.bfloat16().float(), dataclasses.replace(twin, activations="float"))
+    assert not torch.allclose(rounded_before, linear.linear(lib, x, rotated), atol=1e-3)
+
+
+def test_rounding_keeps_a_row_that_is_not_finite_for_itself(lib: library.Library) -> None:
+    for name, values in values_of(lib, 20, 72).items():
+        held = dataclasses.replace(values.scaled(torch.rand(20, 3), None, 24), activations="bfloat16")
+        x = torch.randn(14, 72)
+        clean = linear.linear(lib, x, held)
+        x[1, 3], x[13, 71] = float("nan"), float("inf")
+        y = linear.linear(lib, x, held)
+        assert y[1].isnan().all() and not y[13].isfinite().any(), name
+        assert same(torch.cat((y[:1], y[2:13])), torch.cat((clean[:1], clean[2:13]))), name
+
+
 # Few rows and many, one block of k and more, one block of rows and more (the last).
 @pytest.mark.parametrize(
     "shape", [(1, 300, 64), (3, 100, 288), (6, 33, 520), (7, 40, 512), (9, 300, 64), (12, 17, 136), (100, 17, 2744)]
@@ -533,9 +592,11 @@ def products(lib: library.Library, n: int, k: int) -> dict[str, Callable[[torch.
     for group in (32, k):
         scale, zero = torch.rand(n, -(-k // group)), torch.randn(n, -(-k // group))
         add(f"w4a8 {group}", small.scaled(scale, None, group), activations="int8")
-        add(f"w8a16 {group}", int8.scaled(scale, zero, group))
-        add(f"w4a16 {group}", small.scaled(scale, zero, group))
-        add(f"float8 {group}", float8.scaled(scale, None, group))
+        for activations in ("float", "bfloat16"):
+            rounding = " rounded" if activations == "bfloat16" else ""
+            add(f"w8a16 {group}{rounding}", int8.scaled(scale, zero, group), activations=activations)
+            add(f"w4a16 {group}{rounding}", small.scaled(scale, zero, group), activations=activations)
+            add(f"float8 {group}{rounding}", float8.scaled(scale, None, group), activations=activations)
         for name, table in (("floats", torch.randn(16)), ("wholes", torch.arange(16.0) ** 2 - 100)):
             add(f"table of {name} {group}", small.scaled(scale, None, group), table=table)
     return found

@@ -90,6 +90,7 @@ KINDS: dict[str, Make] = {
     "w8a16": integers("int8", "float", 32, zeros=True),
     "w4a16": integers("int4", "float", 32, zeros=True),
     "w4a16 g=8": integers("int4", "float", 8),
+    "w4a16, rounded": integers("int4", "bfloat16", 32, zeros=True),
     "w4a16, minima": minima("int4"),
     "w8a16, minima": minima("int8"),
     "float8": float8,

@@ -49,6 +49,7 @@ WEIGHTS: dict[str, tuple[Any, ...]] = {
     "w4a8": (INTEGERS, "int4", GROUPED, None, 8, {"activations": "int8"}),
     "w8a16": (INTEGERS, "int8", GROUPED, GROUPED.round(), 8, {"bias": normal(4, N)}),
     "w4a16": (INTEGERS, "int4", GROUPED, None, 8, {}),
+    "w4a16, rounded": (INTEGERS, "int4", GROUPED, None, 8, {"activations": "bfloat16"}),
 }
 
 

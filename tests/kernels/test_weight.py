@@ -51,7 +51,17 @@ def test_it_is_immutable() -> None:
             r"zero has shape \[19, 2\], groups of 8 need \[19, 3\]",
         ),
         ({"bias": torch.ones(K)}, r"\[19\], got \[24\]"),
-        ({"activations": "bfloat16"}, "bfloat16 activations with a weight of int8"),
+        (
+            {"kind": "int4", "activations": "bfloat16", "table": torch.full((16,), 1 / 3)},
+            "multiplied by values of bfloat16, the weight has a table of other values",
+        ),
+        (
+            {
+                **{"kind": "int4", "activations": "bfloat16", "scale": PER_ROW, "group_size": 8},
+                "levels": torch.zeros(N, 3, dtype=torch.uint8),
+            },
+            "multiplied by values of bfloat16, the weight has levels",
+        ),
         ({"input_scale": 0.5}, "only int8 activations"),
         ({"activations": "int8", "scale": SCALE, "group_size": 8}, "one scale per row, got groups of 8"),
         ({"activations": "int8", "scale": PER_ROW, "zero": PER_ROW}, "without zero points"),

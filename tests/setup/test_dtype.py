@@ -23,7 +23,7 @@ from llm.setup import plan
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=3)
 PROMPTS = make_prompts(TINY_MODELS["llama"])
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "kv_cache_dtype": "float32", "max_model_len": 64}
-TILES = backend_for(current_platform).rounds_bf16_inputs
+ROUNDED = backend_for(current_platform).rounds_bf16_inputs
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def answers(folder: Path, **arguments: Any) -> tuple[Any, ...]:
 def test_matrices_are_stored_as_asked(
     name: str, dtype: torch.dtype, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if TILES:  # they round activations too
+    if ROUNDED:  # they round activations too
         monkeypatch.setenv("LLM_CPU_ISA", "avx2")
     ours, norms, config = answers(folder, dtype=name)
     cast = rewritten(folder, tmp_path / "cast", lambda _, tensor: tensor.to(dtype) if tensor.dim() > 1 else tensor)
@@ -67,7 +67,7 @@ def test_matrices_are_stored_as_asked(
     assert f"asked for by dtype={name}" in config.reasons["weight_dtype"]
 
 
-@pytest.mark.skipif(not TILES, reason="no matrix tiles")
+@pytest.mark.skipif(not ROUNDED, reason="no matrix tiles")
 def test_bfloat16_rounds_activations_for_matrix_tiles(folder: Path, tmp_path: Path) -> None:
     """As vLLM's bfloat16 does, everything else stays float32: asked for, and only then.
 
@@ -90,6 +90,24 @@ def test_bfloat16_rounds_activations_for_matrix_tiles(folder: Path, tmp_path: Pa
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda _, given: (given[0].bfloat16().float(),))
     assert _farthest(together, model) < 0.2 * exactly
+
+
+@pytest.mark.skipif(not ROUNDED - {"bfloat16"}, reason="activations are rounded for bfloat16 weights alone")
+@pytest.mark.parametrize(
+    "quantization, rounds",
+    [("w8a16", True), ("w4a16", True), ("fp8", True), ("mxfp4", True), ("nf4", False), ("w8a8", False)],
+)
+def test_bfloat16_rounds_activations_for_weights_with_scales(quantization: str, rounds: bool, folder: Path) -> None:
+    """Where no instruction multiplies what weights store they stay float32, as by default."""
+    for dtype, expected in (("auto", "float"), ("bfloat16", "bfloat16" if rounds else "float")):
+        with LLM(folder, **OPTIONS, dtype=dtype, quantization=quantization) as llm:
+            modules = engine_of(llm).runner.model.named_modules()
+            found = {module.packed_weight.activations for name, module in modules if name.endswith("proj")}
+            assert found == {"int8" if quantization == "w8a8" else expected}
+            prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+            together = llm.generate(prompts, PARAMS, use_tqdm=False)
+            alone = [llm.generate(prompt, PARAMS, use_tqdm=False)[0] for prompt in prompts]
+            assert [o.outputs[0].logprobs for o in together] == [o.outputs[0].logprobs for o in alone]
 
 
 @torch.no_grad()
@@ -118,7 +136,9 @@ def test_the_config_says_where_rounding_is_faster(gain: float, found: bool, weig
     args = SimpleNamespace(dtype="auto")
     model = SimpleNamespace(quantization=SimpleNamespace(found=found))
     exact = plan.Dtypes(torch.float32, weights, None)
-    backend = SimpleNamespace(device=torch.device("cpu"), rounds_bf16_inputs=gain > 1, bf16_gain=gain)
+    backend = SimpleNamespace(
+        device=torch.device("cpu"), rounds_bf16_inputs={"bfloat16"} if gain > 1 else set(), bf16_gain=gain
+    )
     reason = plan._dtype_reason(args, model, exact, backend)
     assert (f"dtype='bfloat16' rounds what matrix products read: prompts and batches {gain:g} times" in reason) == told
     assert "activations and accumulation are float32" in reason
@@ -126,13 +146,13 @@ def test_the_config_says_where_rounding_is_faster(gain: float, found: bool, weig
 
 def test_every_kernel_that_rounds_says_what_it_gains() -> None:
     backend = backend_for(current_platform)
-    assert (backend.bf16_gain > 1) == backend.rounds_bf16_inputs
+    assert (backend.bf16_gain > 1) == ("bfloat16" in backend.rounds_bf16_inputs)
 
 
 def test_what_is_quantized_on_load_is_quantized_from_what_was_stored(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if TILES:  # they round activations too
+    if ROUNDED:  # they round activations too
         monkeypatch.setenv("LLM_CPU_ISA", "avx2")
 
     def cast_table(name: str, tensor: torch.Tensor) -> torch.Tensor:
