@@ -178,8 +178,11 @@ def pytest_configure(config: pytest.Config) -> None:
             return targets_of(cpu_flags)
         return [target for target in build.TARGETS if target in {"plain", "avx2", *chosen}]
 
-    def compile_one(output: Path, target: str, *rest: Any) -> None:
-        (compile_emulated if target in chosen else compile_natively)(output, target, *rest)
+    def compile_one(output: Path, target: str, *rest: Any, **held: Any) -> None:
+        if target in chosen:
+            compile_emulated(output, target, *rest)
+        else:
+            compile_natively(output, target, *rest, **held)
 
     def opened(target: str, path: Path) -> library.Library:
         return remote.RemoteLibrary(target, path) if target in REMOTE else load(target, path)
