@@ -732,9 +732,10 @@ class LLM:
         A classifier of one class reads both texts of a pair, of an embedder it is the cosine of two vectors.
 
         Args:
-            data_1: a text, such as a query, for all of `data_2`; or as many. Of an embedder also prompts with images.
-            data_2: texts, or such prompts.
-            instruction: of a Qwen3 reranker, what makes a document fit.
+            data_1: a text, such as a query, for all of `data_2`; or as many. Embedders and Qwen3-VL rerankers also take
+                `{"content": [part, ...]}` with texts, images and videos, as in conversations, or prompts with images.
+            data_2: texts, or such.
+            instruction: of a Qwen3 or Qwen3-VL reranker, what makes a document fit.
 
         Further arguments and errors are those of `embed`.
         """
@@ -744,8 +745,8 @@ class LLM:
     @known_names("LLM.rerank")
     def rerank(
         self,
-        query: str,
-        documents: Sequence[str],
+        query: str | Mapping[str, object],
+        documents: Sequence[str | Mapping[str, object]],
         *,
         top_n: int | None = None,
         use_tqdm: UseTqdm = True,

@@ -7,7 +7,7 @@ tables and HTML of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar, overload
@@ -535,10 +535,10 @@ class ScoringOutput:
 
 @dataclass
 class RerankResult:
-    """A document of `LLM.rerank`; `index`: its place among the documents."""
+    """A document of `LLM.rerank`, as it was passed; `index`: its place among the documents."""
 
     index: int
-    document: str
+    document: str | Mapping[str, object]
     relevance_score: float
 
 

@@ -13,11 +13,12 @@ import torch
 
 from llm.base.checks import check_choice
 from llm.calls.arguments import LoRARequests, give_adapters, requests_per_row
-from llm.engine.boundary import QWEN3_RERANKER, PoolingPlan
+from llm.calls.chat import ChatPrompt
+from llm.engine.boundary import QWEN3_VL_RERANKER, PoolingPlan
 from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
-from llm.engine.pooling_rows import BY_TOKEN, PoolingRows, Prefix, Scored, pair_prompts, pair_texts
+from llm.engine.pooling_rows import BY_TOKEN, PoolingRows, Prefix, Scored, pair_prompts, pair_texts, scored_key
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.engine.rows import Row
 from llm.errors import GenerationInterrupted, ValidationError
@@ -45,8 +46,10 @@ _QWEN3_START = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
-_QWEN3_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_QWEN3_END = "<|im_end|>\n<|im_start|>assistant\n"
+_NO_THOUGHTS = "<think>\n\n</think>\n\n"
 _QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_QWEN3_VL_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
 
 Params = PoolingParams | list[PoolingParams] | None
 R = TypeVar("R", bound=PoolingRequestOutput[AnyOutput])
@@ -55,18 +58,20 @@ NO_PREFIX = Prefix()
 
 @dataclass(frozen=True)
 class PairPrompt:
-    """In the place of a prompt of `encoding`: two texts, which a classifier of one class reads together."""
+    """In the place of a prompt of `encoding`: two texts, which a classifier of one class reads together; of a reranker
+    that is asked in words also with images."""
 
-    first: str
-    second: str
+    first: Scored
+    second: Scored
     instruction: str | None = None
 
 
 @dataclass(frozen=True)
 class ScoredText:
-    """In the place of a prompt of `encoding`: a text whose vector is compared, without the model's own prompt."""
+    """In the place of a prompt of `encoding`: a text, or a prompt with images, whose vector is compared, without the
+    model's own prompt."""
 
-    text: str
+    text: Scored
 
 
 class AboutPrompt(TypedDict):
@@ -111,6 +116,11 @@ class PoolingCall:
             [row] = self._pairs(maker, self._scores(), [(prompt.first, prompt.second)], prompt.instruction)
         elif isinstance(prompt, ScoredText):
             [row] = self._texts(maker, [prompt.text], Prefix(None, ""))
+        elif isinstance(prompt, ChatPrompt):
+            [rendered] = prompt.options.prompts(self.llm._preprocessor, prompt.messages)
+            preprocessor, options = self.llm._preprocessor, prompt.options.mm_processor_kwargs
+            given = preprocessor.with_processor_options([rendered], options)
+            [row] = self._texts(maker, given, by_token=self._is_by_token(plan, pooling_task))
         else:
             [row] = self._texts(maker, [prompt], by_token=self._is_by_token(plan, pooling_task))
         return row, partial(_data, plan=plan)
@@ -123,7 +133,7 @@ class PoolingCall:
     ) -> PoolingRequestOutputs[ScoringRequestOutput]:
         if self._plan(None).task == "embed":
             return self._cosines(pair_prompts(data_1, data_2))
-        plan, pairs = self._scores(), pair_texts(data_1, data_2)
+        plan, pairs = self._scores(), pair_prompts(data_1, data_2)
         return self._run("classify", lambda rows: self._pairs(rows, plan, pairs, instruction), _score)
 
     def _scores(self) -> PoolingPlan:
@@ -138,17 +148,17 @@ class PoolingCall:
         return plan
 
     def _pairs(
-        self, rows: PoolingRows, plan: PoolingPlan, pairs: Sequence[tuple[str, str]], instruction: str | None
+        self, rows: PoolingRows, plan: PoolingPlan, pairs: Sequence[tuple[Scored, Scored]], instruction: str | None
     ) -> list[Row]:
-        if plan.recipe != QWEN3_RERANKER:
-            return rows.pairs(pairs, self.params, self.tokenization_kwargs)
-        texts = [asked_text(*pair, instruction) for pair in pairs]
-        return rows.whole(texts, self.params, self.tokenization_kwargs)
+        if not plan.recipe:
+            return rows.pairs(pair_texts(pairs), self.params, self.tokenization_kwargs)
+        ask = partial(asked_text, plan.recipe, instruction)
+        return rows.whole([rows.in_words(pair, ask) for pair in pairs], self.params, self.tokenization_kwargs)
 
     def rerank(
-        self, query: str, documents: Sequence[str], top_n: int | None, instruction: str | None
+        self, query: Scored, documents: Sequence[Scored], top_n: int | None, instruction: str | None
     ) -> list[RerankResult]:
-        pairs = pair_texts(query, documents)
+        pairs = pair_prompts(query, documents)
         outputs = self.score(query, documents, instruction)
         found = [
             RerankResult(index, document, output.outputs.score)
@@ -166,7 +176,7 @@ class PoolingCall:
         requests = requests_per_row(self.lora_request, len(pairs))
         paths = ["" if request is None else request.lora_path for request in requests]
         wanted = {
-            (_key(item), path): (item, request)
+            (scored_key(item), path): (item, request)
             for pair, path, request in zip(pairs, paths, requests, strict=True)
             for item in pair
         }
@@ -176,7 +186,7 @@ class PoolingCall:
         vectors = {key: output.to_numpy().astype(np.float64) for key, output in found.items()}
         scores = PoolingRequestOutputs[ScoringRequestOutput]()
         for index, (pair, path) in enumerate(zip(pairs, paths, strict=True)):
-            first, second = ((_key(item), path) for item in pair)
+            first, second = ((scored_key(item), path) for item in pair)
             ids = [*found[first].prompt_token_ids, *found[second].prompt_token_ids]
             cosine = float(np.add.reduce(vectors[first] * vectors[second]))
             scores.append(ScoringRequestOutput(found[second].request_id, ScoringOutput(cosine), ids, index=index))
@@ -258,16 +268,15 @@ class PoolingCall:
             raise GenerationInterrupted([])
 
 
-def _key(item: Scored) -> str | int:
-    return item if isinstance(item, str) else id(item)
-
-
-def asked_text(query: str, document: str, instruction: str | None) -> str:
-    """The question to a Qwen3 reranker, unless the texts have it already, as scripts for vLLM write them."""
+def asked_text(recipe: str, instruction: str | None, query: str, document: str) -> str:
+    """The question to a reranker, unless the texts have it already, as scripts for vLLM write them."""
     if query.startswith("<|im_start|>"):
         return query + document
+    if recipe == QWEN3_VL_RERANKER:
+        body = f"<Instruct>: {instruction or _QWEN3_VL_INSTRUCTION}<Query>:{query}\n<Document>:{document}"
+        return f"{_QWEN3_START}{body}{_QWEN3_END}"
     body = f"<Instruct>: {instruction or _QWEN3_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
-    return f"{_QWEN3_START}{body}{_QWEN3_END}"
+    return f"{_QWEN3_START}{body}{_QWEN3_END}{_NO_THOUGHTS}"
 
 
 def _pooled(state: PromptState) -> np.ndarray | None:

@@ -27,6 +27,7 @@ from llm.quantization.on_load import ActivationStatistics
 from llm.sampling.logits_processors.interface import LogitsProcessor
 
 QWEN3_RERANKER = "qwen3_reranker"
+QWEN3_VL_RERANKER = "qwen3_vl_reranker"
 TOKENS = "ALL"  # the pooling type that keeps every token's vector
 R = TypeVar("R")
 # Dotted path of a layer -> its inputs and its output, float [N, columns] each.
@@ -213,7 +214,7 @@ class PoolingPlan:
         hidden_size: of the model.
         by_token: the classifier is for every token, not for a pooled hidden state.
         default_task: of `LLM.encode`; "": every token's.
-        recipe: how pairs of texts are asked, `QWEN3_RERANKER`; "": the tokenizer joins them.
+        recipe: how pairs are asked, `QWEN3_RERANKER` or `QWEN3_VL_RERANKER`; "": the tokenizer joins them.
     """
 
     task: str

@@ -11,7 +11,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -159,6 +159,14 @@ class PromptImages:
         except UnsupportedModelError as error:
             raise ValidationError(str(error), parameter=NAME) from error
 
+    def wrapped(self, kind: str) -> str:
+        """The placeholder, with the tokens that chat templates put around it where config.json names these."""
+        names = [f"{own}_{place}_token_id" for place in ("start", "end") for own in (kind, "vision")]
+        around = [self._config.get(first, self._config.get(second)) for first, second in (names[:2], names[2:])]
+        first, last = (self.processor.text_of_id(token) if isinstance(token, int) else "" for token in around)
+        mark = self.placeholder_of(kind)
+        return f"{first}{mark}{last}" if first and last else mark
+
     def start(self, media: PromptMedia) -> Future[list[_Read]]:
         """Read and process the pictures of a prompt, in a thread."""
         return self._submit(partial(self._read_all, media))
@@ -175,8 +183,8 @@ class PromptImages:
             raise bad_picture(f"the prompt of a row with images must be a text, got {type(prompt).__name__}")
         text = prompt
         for kind, given in ((VIDEO, videos), (IMAGE, sources)):
-            mark = self.placeholder_of(kind) if given else ""
-            text = text if mark in prompt else mark * len(given) + text
+            if given and self.placeholder_of(kind) not in prompt:
+                text = self.wrapped(kind) * len(given) + text
         return {"prompt": text, "multi_modal_data": {IMAGE: sources, VIDEO: list(videos) or None}}
 
     def close(self) -> None:
@@ -595,6 +603,53 @@ def without_images(
     return found, PromptMedia(
         sources[IMAGE], named[IMAGE], is_rendered=True, videos=sources[VIDEO], video_uuids=named[VIDEO]
     )
+
+
+def content_prompt(parts: object, images: PromptImages | None) -> ParsedPrompt:
+    """The prompt of vLLM's `{"content": [part, ...]}`: its images and videos, and below them its texts.
+
+    Raises:
+        ValidationError: a part is no text, image or video.
+    """
+    if isinstance(parts, str):
+        parts = [{"type": "text", "text": parts}]
+    if not isinstance(parts, list | tuple) or not parts:
+        raise bad_picture("'content' must be a list of parts such as {'type': 'text', 'text': ...}, not empty")
+    [message], media = without_images([{"content": parts}], images)
+    marks, texts = [], []
+    for part in message["content"]:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else ("text", part)
+        if kind not in ("text", IMAGE, VIDEO) or not isinstance(text, str):
+            raise bad_picture(f"a part of 'content' must be a text, an image or a video, got one of type {show(kind)}")
+        if kind == "text":
+            texts.append(text)
+        elif images is not None:
+            marks.append(images.wrapped(kind))
+    return ParsedPrompt("\n".join([*marks, *texts]), None, media=media and replace(media, is_rendered=False))
+
+
+def joined_media(first: PromptMedia | None, second: PromptMedia | None) -> PromptMedia | None:
+    """The images and videos of two texts, one behind the other in a prompt that has its special tokens."""
+    given = [media for media in (first, second) if media is not None]
+    if not given:
+        return None
+    images, videos = ([item for media in given for item in own(media)] for own in (_images_of, _videos_of))
+    return PromptMedia(
+        [source for source, _ in images],
+        tuple(uuid for _, uuid in images),
+        {name: value for media in given for name, value in media.options.items()},
+        is_rendered=True,
+        videos=[source for source, _ in videos],
+        video_uuids=tuple(uuid for _, uuid in videos),
+    )
+
+
+def _images_of(media: PromptMedia) -> list[tuple[object, str | None]]:
+    return list(zip(media.images, media.uuids or [None] * len(media.images), strict=True))
+
+
+def _videos_of(media: PromptMedia) -> list[tuple[object, str | None]]:
+    return list(zip(media.videos, media.video_uuids or [None] * len(media.videos), strict=True))
 
 
 _NOT_READ = ("input_audio", "audio", "audio_url", "file")

@@ -5,12 +5,13 @@ All rows are checked before any is run, and one error names all bad ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from llm.base.checks import refuse
 from llm.engine.boundary import TOKENS, PoolingPlan
-from llm.engine.images import PicturesOfCall
+from llm.engine.images import PicturesOfCall, content_prompt, joined_media
 from llm.engine.preprocess import Preprocessor, raise_refused
 from llm.engine.prompts import ParsedPrompt, Tokenization, list_prompts, parse_prompt
 from llm.engine.rows import AnyRow, RefusedRow, Row, check_prompt, rows_only
@@ -141,16 +142,30 @@ class PoolingRows:
                 rows.append(RefusedRow(index, error, text))
         return rows
 
-    def whole(self, texts: Sequence[str], params: object, tokenization_kwargs: object) -> list[Row]:
-        """A row per text that has its special tokens already."""
+    def whole(self, prompts: Sequence[object], params: object, tokenization_kwargs: object) -> list[Row]:
+        """A row per prompt whose text has its special tokens already."""
         given = tokenization_kwargs or {"add_special_tokens": False}
-        return self.texts(list(texts), params, given, prefix=Prefix(text=""))
+        return self.texts(list(prompts), params, given, prefix=Prefix(text=""))
+
+    def in_words(self, pair: tuple[Scored, Scored], ask: Callable[[str, str], str]) -> ParsedPrompt:
+        """The prompt that asks about a pair, for `whole`; raises `ValidationError` where it has no texts."""
+        first, second = map(self._prompt, pair)
+        if first.text is None or second.text is None:
+            raise bad_picture("a pair must have texts, and not token ids")
+        return ParsedPrompt(ask(first.text, second.text), None, media=joined_media(first.media, second.media))
+
+    def _prompt(self, prompt: object) -> ParsedPrompt:
+        if isinstance(prompt, ParsedPrompt):
+            return prompt
+        if is_content(prompt):
+            return content_prompt(prompt["content"], self._preprocessor.images)
+        return parse_prompt(prompt)
 
     def _parsed(self, prompt: object, before: str) -> ParsedPrompt | ValidationError:
         if isinstance(prompt, ValidationError):
             return prompt
         try:
-            parsed = parse_prompt(prompt)
+            parsed = self._prompt(prompt)
         except ValidationError as error:
             return error
         if before and parsed.token_ids is None and parsed.text is not None:
@@ -237,17 +252,18 @@ class PoolingRows:
         return start + len(plain)
 
 
-def pair_texts(first: object, second: object) -> list[tuple[str, str]]:
-    """(first, second) of each pair: one to one, one to many, or many to as many."""
-    pairs = pair_prompts(first, second)
+def pair_texts(pairs: Sequence[tuple[Scored, Scored]]) -> list[tuple[str, str]]:
+    """Pairs that the tokenizer joins; raises `ValidationError` for one with images."""
     for left, right in pairs:
         if not isinstance(left, str) or not isinstance(right, str):
-            raise bad_picture("images are scored by LLM.score of a model of vectors alone")
-    return pairs  # type: ignore[return-value]
+            raise bad_picture(
+                "images are scored by models of vectors and by Qwen3-VL rerankers; call classify with whole prompts"
+            )
+    return list(pairs)  # type: ignore[arg-type]
 
 
 def pair_prompts(first: object, second: object) -> list[tuple[Scored, Scored]]:
-    """The same of texts, and of prompts with images, which stay dicts."""
+    """(first, second) of each pair: one to one, one to many, or many to as many. Prompts with images stay dicts."""
     left, right = (_scored(name, value) for name, value in (("data_1", first), ("data_2", second)))
     if len(left) == 1:
         left = left * len(right)
@@ -260,11 +276,27 @@ def pair_prompts(first: object, second: object) -> list[tuple[Scored, Scored]]:
     return list(zip(left, right, strict=True))
 
 
+def scored_key(item: Scored) -> str | int:
+    """The same for the same text, or the same object."""
+    return item if isinstance(item, str) else id(item)
+
+
+def is_content(prompt: object) -> TypeGuard[Mapping[str, object]]:
+    """Whether it is vLLM's `{"content": [part, ...]}`, and no prompt or message."""
+    return isinstance(prompt, Mapping) and "content" in prompt and not ({"prompt", "role"} & prompt.keys())
+
+
 def _scored(name: str, value: object) -> list[Scored]:
     found: list[Scored] = []
     for item in list_prompts(value):
+        if is_content(item):
+            unknown = next((key for key in item if key != "content"), None)
+            if unknown is not None:
+                refuse(name, unknown, "a text, or {'content': parts} without other keys")
+            found.append(item)
+            continue
         text = item.get("prompt") if isinstance(item, Mapping) else item
         if not isinstance(text, str):
-            refuse(name, type(item).__name__, "a text or a list of texts")
+            refuse(name, type(item).__name__, "a text or a list of texts, or of {'content': parts}")
         found.append(item if isinstance(item, Mapping) and item.get("multi_modal_data") is not None else text)
     return found

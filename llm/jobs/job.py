@@ -502,10 +502,21 @@ class JobDefaults:
             return BatchVectors(params=self.pooling, plan=self.plan, adapters=adapters)
         column, template, row_params = options.column, options.template, options.row_params
         if self.plan is not None:
-            for name in ("image_column", "video_column"):
-                if getattr(options, name) is not None:
-                    refuse(name, getattr(options, name), "None for a model that pools")
-            return PlainVectors.of(first, self.plan, self.pooling, adapters, column, template, row_params)
+            found = PlainVectors.of(
+                first,
+                self.plan,
+                self.pooling,
+                adapters,
+                column,
+                template,
+                row_params,
+                options.image_column,
+                options.video_column,
+                folder,
+            )
+            if found.task == "score" and found.media_columns():
+                refuse("image_column", found.media_columns()[0], "None for pairs of texts")
+            return found
         return PlainRows(
             params=self.sampling,
             adapters=adapters,

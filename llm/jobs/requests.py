@@ -19,6 +19,8 @@ import numpy as np
 from llm.base.checks import check_choice, refuse
 from llm.base.text import clip, list_names, quote, show
 from llm.base.types import JsonObject
+from llm.calls.chat import ChatOptions, ChatPrompt
+from llm.engine.pooling_rows import Scored, is_content
 from llm.errors import ValidationError, nearest
 from llm.inputs import LoRARequest
 from llm.jobs.bodies import (
@@ -70,8 +72,7 @@ class RowRequest(NamedTuple):
     chat: JsonObject = {}  # noqa: RUF012  never changed
     adapter: LoRARequest | None = None
     choice: ToolChoice | None = None
-    images: object = None  # the cell that has them
-    videos: object = None  # likewise
+    media: tuple[object, object] = (None, None)  # the cells that have images and videos
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,11 @@ class PlainForm:
     def media_columns(self) -> list[str]:
         return [name for name in (self.image_column, self.video_column) if name is not None]
 
+    def media_of(self, row: JsonObject) -> tuple[object, object]:
+        """The cells with a row's images and its videos."""
+        images, videos = (None if name is None else row.get(name) for name in (self.image_column, self.video_column))
+        return images, videos
+
     def without_bytes(self, row: JsonObject) -> JsonObject:
         """For the output: without images and videos that are no text and no paths."""
         media = self.media_columns()
@@ -181,12 +187,12 @@ class PlainRows(PlainForm):
         """Raises `ValidationError` for an adapter that is not there, or what is wrong of params and tools."""
         prompt, messages = self.prompt_of(row)
         params = self.params_of(row)
-        images, videos = (None if name is None else row.get(name) for name in (self.image_column, self.video_column))
+        media = self.media_of(row)
         if messages is None:
-            return RowRequest(prompt, params, adapter=self.adapter_of(row), images=images, videos=videos)
+            return RowRequest(prompt, params, adapter=self.adapter_of(row), media=media)
         options = _options(row)
         choice, _ = chosen_tools(options)
-        return RowRequest(None, params, messages, chat_arguments(options), self.adapter_of(row), choice, images, videos)
+        return RowRequest(None, params, messages, chat_arguments(options), self.adapter_of(row), choice, media)
 
     def params_of(self, row: JsonObject) -> SamplingParams:
         """Those of the job, with the row's own in columns `sampling_params` and `extra_args`, and in `own_params`."""
@@ -470,6 +476,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "embed_dtype": ("float32",),
     "priority": (0,),
 }
+# Of a body with a conversation; and what an embedder's may have besides.
+_OF_CHATS = (
+    *("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "mm_processor_kwargs"),
+)
+_CODED = {"embed": ("encoding_format",)}
 _MOST_INPUTS = 2048  # of a body, as OpenAI's
 # Columns that an answer adds to its row, and their types.
 _ADDED: dict[str, dict[str, Form]] = {
@@ -480,12 +491,17 @@ _ADDED: dict[str, dict[str, Form]] = {
 
 
 class Wanted(NamedTuple):
-    """What a row asks for: a prompt, or with `second` a pair of texts."""
+    """What a row asks for: a prompt, or with `second` a pair of texts.
+
+    Attributes:
+        media: the cells that have images and videos.
+    """
 
     prompt: object
     params: PoolingParams
-    second: str | None = None
+    second: Scored | None = None
     adapter: LoRARequest | None = None
+    media: tuple[object, object] = (None, None)
 
 
 def tasks_of(plan: PoolingPlan) -> tuple[str, ...]:
@@ -513,6 +529,9 @@ class PlainVectors(PlainForm):
         column: str | None,
         template: str | None,
         row_params: bool,
+        image_column: str | None = None,
+        video_column: str | None = None,
+        folder: Path = Path(),
     ) -> PlainVectors:
         """`first`: a row, whose columns say whether there are pairs."""
         pairs = "score" in tasks_of(plan) and all(name in first for name in PAIR)
@@ -525,6 +544,9 @@ class PlainVectors(PlainForm):
             column=column,
             template=template,
             row_params=row_params,
+            image_column=image_column,
+            video_column=video_column,
+            folder=folder,
         )
 
     def param_types(self) -> Mapping[str, str]:
@@ -542,12 +564,12 @@ class PlainVectors(PlainForm):
         prompt, messages = self.prompt_of(row)
         if messages is not None:
             raise ValidationError("messages are for models that generate; name a column of texts.", parameter="column")
-        return [Wanted(prompt, params, None, adapter)]
+        return [Wanted(prompt, params, None, adapter, self.media_of(row))]
 
     def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
         values_out = _output_values(self.task, ended.values, self.plan)
         values = (*values_out, len(ended.output.prompt_token_ids), error_of(ended))
-        return row | dict(zip(self.forms(row), values, strict=True))
+        return self.without_bytes(row) | dict(zip(self.forms(row), values, strict=True))
 
     def _columns(self, row: JsonObject) -> list[str]:
         return [*PAIR] if self.task == "score" else super()._columns(row)
@@ -563,23 +585,24 @@ class BatchVectors(BatchForm):
     def request(self, row: JsonObject) -> list[Wanted]:
         """One for each input; raises `ValidationError` for unknown fields and wrong values."""
         body = self.body_of(row, [url for task in tasks_of(self.plan) for url in POOLING_URLS[task]])
-        task = task_of(row["url"])
-        own = PAIR if task == "score" else ("input", *(["encoding_format"] if task == "embed" else []))
-        check_fields(body, (*own, *_FIELDS, *_NO_EFFECT), _NEUTRAL)
+        task, is_chat = task_of(row["url"]), "messages" in body
+        own = PAIR if task == "score" else (*(_OF_CHATS if is_chat else ("input",)), *_CODED.get(task, ()))
+        neutral = {**_NEUTRAL, "add_special_tokens": (False,)} if is_chat else _NEUTRAL
+        check_fields(body, (*own, *_FIELDS, *_NO_EFFECT), neutral)
         check_choice("encoding_format", body.get("encoding_format", "float"), ("float", "base64"))
         given = {name: body[name] for name in _FIELDS if name in body}
         params = dataclasses.replace(self.params, **given)
         adapter = self.adapters.named(body.get("model"), "model")
         if task == "score":
-            first, second = (_text(name, body.get(name)) for name in PAIR)
+            first, second = (_side(name, body.get(name)) for name in PAIR)
             return [Wanted(first, params, second, adapter)]
-        return [Wanted(prompt, params, None, adapter) for prompt in _inputs(body.get("input"))]
+        return [Wanted(prompt, params, None, adapter) for prompt in _prompts(body)]
 
     def answer(self, row: JsonObject, ended: Ended, model: str) -> JsonObject:
         if ended.values is None:
             return self.line(row, ended, None)
         task, body = task_of(row["url"]), row["body"]
-        values = ended.values.reshape(1 if task == "score" else len(_inputs(body["input"])), -1)
+        values = ended.values.reshape(num_prompts(row), -1)
         model, is_coded = body.get("model") or model, body.get("encoding_format") == "base64"
         count = len(ended.output.prompt_token_ids)
         return self.line(row, ended, self.response(task, values, ended.key, model, count, is_coded))
@@ -619,6 +642,28 @@ def _output_values(task: str, values: np.ndarray | None, plan: PoolingPlan) -> t
     if task == "embed":
         return (values.tolist(),)
     return (float(values[0]),) if task == "score" else (plan.labels[int(values.argmax())], values.tolist())
+
+
+def _side(name: str, given: object) -> Scored:
+    """Of a pair in a body."""
+    return given if is_content(given) else _text(name, given)
+
+
+def _prompts(body: JsonObject) -> list[object]:
+    """Of a body with `input`, or with `messages`, which are one prompt."""
+    if "messages" not in body:
+        return _inputs(body.get("input"))
+    chat = chat_arguments({"add_generation_prompt": False, **body})
+    options = ChatOptions(
+        None,
+        chat["add_generation_prompt"],
+        chat["continue_final_message"],
+        None,
+        chat.get("chat_template_kwargs"),
+        None,
+        mm_processor_kwargs=chat.get("mm_processor_kwargs"),
+    )
+    return [ChatPrompt(body["messages"], options)]
 
 
 def _text(name: str, given: object) -> str:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from types import TracebackType
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from llm.base.text import clip
 from llm.base.types import JsonObject
 from llm.calls.arguments import give_adapters
+from llm.calls.chat import ChatPrompt
 from llm.calls.pooling import asked_text
-from llm.engine.boundary import QWEN3_RERANKER
 from llm.engine.engine import Engine
 from llm.engine.images import NO_TOWER, with_images
 from llm.engine.output import output_without_run
-from llm.engine.pooling_rows import PoolingRows, Prefix
+from llm.engine.pooling_rows import PoolingRows, Prefix, Scored, pair_texts
 from llm.engine.preprocess import Preprocessor, RowNumbers
 from llm.engine.prompts import list_prompts
 from llm.engine.rows import AnyRow, RefusedRow
@@ -39,12 +40,11 @@ from llm.errors import (
 )
 from llm.inputs import LoRARequest
 from llm.jobs.journal import Ended
-from llm.jobs.requests import BatchRows, BatchVectors, PlainRows, PlainVectors, RowRequest, Wanted
+from llm.jobs.requests import BatchRows, BatchVectors, PlainRows, PlainVectors, Wanted
 from llm.jobs.tables import Read
 from llm.outputs import RequestOutput
 from llm.text.images import cell_images
 from llm.text.replies import ReplyReader, ToolChoice
-from llm.text.tokenizer import Tokenizer
 from llm.text.videos import Frames, cell_videos
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Maker:
                 _check_form(form, read)
                 request = form.request(read.row)
                 prompt, own, adapter = request.prompt, request.params, request.adapter
-                images, videos = _media(form, request, preprocessor)
+                images, videos = _media(form, request.media, preprocessor)
                 if (images or videos) and request.messages is not None:
                     check_conversation(request.messages)
                     request = request._replace(
@@ -171,17 +171,17 @@ class Maker:
     def _pooling(
         self, form: Pooling, given: Sequence[Read], first: int, preprocessor: Preprocessor
     ) -> tuple[list[AnyRow], list[LoRARequest | None]]:
-        listed = [_wanted(form, read, preprocessor) for read in given]
+        maker = PoolingRows(preprocessor, form.plan)
+        listed = [_wanted(form, read, maker, preprocessor) for read in given]
         indices = [first + place * self.stride for place, own in enumerate(listed) for _ in own]
         wanted = [one for own in listed for one in own]
         params = [form.params if isinstance(own, ValidationError) else own.params for own in wanted]
         adapters = [None if isinstance(own, ValidationError) else own.adapter for own in wanted]
-        maker = PoolingRows(preprocessor, form.plan)
         pairs: dict[int, tuple[str, str]] = {}  # by place
         texts: dict[int, object] = {}
         for place, own in enumerate(wanted):
             if isinstance(own, Wanted) and own.second is not None:
-                pairs[place] = str(own.prompt), own.second
+                pairs[place] = str(own.prompt), str(own.second)
             else:
                 texts[place] = own if isinstance(own, ValidationError) else own.prompt
 
@@ -201,15 +201,16 @@ class Maker:
         return row
 
 
-def _media(form: Generating, request: RowRequest, preprocessor: Preprocessor) -> tuple[list[object], list[Frames]]:
-    """The images and the videos of a row; raises `ValidationError` where the model reads none."""
-    if not isinstance(form, PlainRows) or (request.images is None and request.videos is None):
+def _media(form: Rows, cells: tuple[object, object], preprocessor: Preprocessor) -> tuple[list[object], list[Frames]]:
+    """The images and the videos in cells of a row; raises `ValidationError` where the model reads none."""
+    images, videos = cells
+    if not isinstance(form, PlainRows | PlainVectors) or (images is None and videos is None):
         return [], []
     if preprocessor.images is None:
-        column = "video_column" if request.images is None else "image_column"
+        column = "video_column" if images is None else "image_column"
         raise ValidationError(f"{NO_TOWER}; leave {column} out.", parameter=column)
     folder, limits = form.folder, preprocessor.images.limits
-    return cell_images(request.images, folder, limits), cell_videos(request.videos, folder, limits)
+    return cell_images(images, folder, limits), cell_videos(videos, folder, limits)
 
 
 def by_index(rows: Iterable[AnyRow]) -> Iterator[list[AnyRow]]:
@@ -250,22 +251,39 @@ def _check_form(form: Rows, read: Read) -> None:
         raise ValidationError(f"{fault}.", parameter="input")
 
 
-def _wanted(form: Pooling, read: Read, preprocessor: Preprocessor) -> Sequence[Wanted | ValidationError]:
+def _wanted(
+    form: Pooling, read: Read, maker: PoolingRows, preprocessor: Preprocessor
+) -> Sequence[Wanted | ValidationError]:
     """What the row asks for; a pair for a reranker that is asked in words is one prompt."""
     try:
         _check_form(form, read)
-        listed = form.request(read.row)
+        return [_prepared(form, own, maker, preprocessor) for own in form.request(read.row)]
     except ValidationError as error:
         return [error]
-    if form.plan.recipe != QWEN3_RERANKER or preprocessor.tokenizer is None:
-        return listed
-    return [own if own.second is None else _in_words(own, own.second, preprocessor.tokenizer) for own in listed]
 
 
-def _in_words(wanted: Wanted, second: str, tokenizer: Tokenizer) -> Wanted:
-    text = asked_text(str(wanted.prompt), second, None)
-    (token_ids,) = tokenizer.encode_rendered([text])  # it has its special tokens
-    return wanted._replace(prompt={"prompt": text, "prompt_token_ids": token_ids}, second=None)
+def _prepared(form: Pooling, wanted: Wanted, maker: PoolingRows, preprocessor: Preprocessor) -> Wanted:
+    """With a prompt for `PoolingRows`, or a pair of texts."""
+    prompt, second = wanted.prompt, wanted.second
+    if second is None:
+        images, videos = _media(form, wanted.media, preprocessor)
+        if (images or videos) and preprocessor.images is not None:
+            return wanted._replace(prompt=preprocessor.images.prompt_of_row(prompt, images, videos))
+        if isinstance(prompt, ChatPrompt):
+            check_conversation(prompt.messages)
+            rendered = prompt.options.prompts(preprocessor, prompt.messages)
+            given = preprocessor.with_processor_options(rendered, prompt.options.mm_processor_kwargs)
+            return wanted._replace(prompt=list_prompts(given)[0])
+        return wanted
+    pair = cast("Scored", prompt), second
+    if not form.plan.recipe:
+        pair_texts([pair])
+        return wanted
+    asked = maker.in_words(pair, partial(asked_text, form.plan.recipe, None))
+    if asked.media is None and asked.text is not None and preprocessor.tokenizer is not None:
+        (token_ids,) = preprocessor.tokenizer.encode_rendered([asked.text])  # it has its special tokens
+        asked = asked._replace(token_ids=token_ids)
+    return wanted._replace(prompt=asked, second=None)
 
 
 class Replies:

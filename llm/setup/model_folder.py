@@ -225,6 +225,9 @@ def _stored_dtype(source: ModelSource) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
+_OF_IMAGES = "the language model of a family that reads images"
+
+
 @dataclass(frozen=True)
 class Implementation:
     """A model class; `name`: "native" or "transformers", `why`: it was chosen for this reason."""
@@ -244,7 +247,13 @@ def choose_implementation(
     if pools:
         if model_impl == "transformers":
             refuse("model_impl", model_impl, "'auto' or 'native' for a pooling model")
-        return Implementation(resolve_pooling_cls(reader.family), "native", "the class of config.json's model_type")
+        try:
+            return Implementation(resolve_pooling_cls(reader.family), "native", "the class of config.json's model_type")
+        except UnsupportedModelError:
+            reading = _reads_images(reader)
+            if reading is None:
+                raise
+        return Implementation(reading, "native", _OF_IMAGES)
     if model_impl == "transformers":
         if is_gguf:
             refuse("model_impl", model_impl, "'auto' for a GGUF file, whose tensors have other names")
@@ -254,7 +263,7 @@ def choose_implementation(
     except UnsupportedModelError:
         reading = None if is_gguf else _reads_images(reader)
         if reading is not None:
-            return Implementation(reading, "native", "the language model of a family that reads images")
+            return Implementation(reading, "native", _OF_IMAGES)
         if model_impl != "auto" or is_gguf or not _may_run_on_transformers(reader):
             raise
         return _of_transformers(f"no class of this package for {reader.family}")

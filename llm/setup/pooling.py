@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from llm.base.checks import refuse
 from llm.config.engine import LLMArgs
-from llm.engine.boundary import QWEN3_RERANKER, PoolingPlan
+from llm.engine.boundary import QWEN3_RERANKER, QWEN3_VL_RERANKER, PoolingPlan
 from llm.errors import CheckpointError, UnsupportedModelError
 from llm.loading.resolve import is_hub_name
 from llm.loading.sentence_transformers import (
@@ -126,6 +126,7 @@ def plan_pooling(
         modules = replace(modules, normalizes=given.params.activates)
     asks = bool(reader.raw.get("classifier_from_token"))
     names = ("yes",) if asks else labels(reader)
+    recipe = QWEN3_VL_RERANKER if isinstance(reader.raw.get("vision_config"), dict) else QWEN3_RERANKER
     activation = _activation(reader, len(names)) if given.params.activates is not False else "identity"
     return PoolingPlan(
         purpose.convert,
@@ -136,7 +137,7 @@ def plan_pooling(
         tuple(reader.integers("matryoshka_dimensions") or ()),
         given.dimensions,
         getattr(architecture, "hidden_size", 0),
-        QWEN3_RERANKER if asks and reader.raw.get("is_original_qwen3_reranker") else "",
+        recipe if asks and reader.raw.get("is_original_qwen3_reranker") else "",
         purpose.by_token,
         "classify" if given.task == "score" else given.task or "",
     )

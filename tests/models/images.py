@@ -709,6 +709,19 @@ def write(name: str, folder: Path, seed: int = 3) -> Any:
     return model
 
 
+def write_classifier(name: str, folder: Path, architecture: str, classes: int) -> Any:
+    """The same with a classifier in the place of the LM head."""
+    import transformers
+
+    config = write(name, folder).config
+    config.num_labels, config.pad_token_id = classes, 0
+    model = getattr(transformers, architecture)(config).eval()
+    randomise(model, seed=5)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder)
+    return model
+
+
 def placeholder(name: str) -> str:
     """What stands for a picture in a prompt of this family."""
     tokens = {"gemma3": "<start_of_image>", "aya_vision": "<image>", "llama4": "<|image|>", "qianfan_ocr": "<image>"}

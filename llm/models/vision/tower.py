@@ -118,9 +118,10 @@ class VisionTower(Patchable):
         return not self.has(name) or self.names.ignores(name)
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint is one of these parts'."""
+        """Whether a tensor of the checkpoint is one of these parts', and none of the language model and its head."""
         target = self.names.source(name)[0]
-        return not any(target == part or target.startswith(f"{part}.") for part in (*self._language, "lm_head"))
+        others = (*self._language, "lm_head", "score")
+        return not any(target == part or target.startswith(f"{part}.") for part in others)
 
     @property
     def token_id(self) -> int:

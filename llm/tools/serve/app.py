@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from starlette.applications import Starlette
@@ -38,7 +38,7 @@ from llm.base.text import show
 from llm.base.types import JsonObject
 from llm.calls.chat import ChatOptions, ChatPrompt
 from llm.calls.pooling import PairPrompt, ScoredText
-from llm.engine.pooling_rows import pair_texts
+from llm.engine.pooling_rows import Scored, is_content, pair_prompts, scored_key
 from llm.engine.prompts import Tokenization, parse_prompt
 from llm.errors import (
     EngineClosedError,
@@ -75,7 +75,10 @@ _CLIENT_GONE = 499  # nobody reads it
 _MOST_OBJECTS = 1 << 17  # arrays, objects and members
 _MOST_VALUES = 1 << 21
 _OWN_ID = re.compile(r"call(\d{5})")
-_SCORE_FIELDS = ("text_1", "text_2", "queries", "documents", "dimensions", "truncate_prompt_tokens", "use_activation")
+_SCORE_FIELDS = (
+    *("text_1", "text_2", "data_1", "data_2", "queries", "documents"),
+    *("dimensions", "truncate_prompt_tokens", "use_activation"),
+)
 _RERANK_FIELDS = ("query", "documents", "top_n", "dimensions", "truncate_prompt_tokens", "use_activation")
 _NO_EFFECT = ("model", "user", "request_id")
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {"priority": (0,), "add_special_tokens": (True,)}
@@ -402,6 +405,9 @@ class Endpoint:
 
     async def _pool(self, body: JsonObject, url: str) -> object:
         rows, task = self._vectors(), task_of(url)
+        if "messages" in body:
+            check_conversation(body["messages"])
+            body = {**body, "chat_template_kwargs": self._template_kwargs(body) or {}}
         with _of_body():
             wanted = rows.request({"custom_id": "-", "url": url, "body": body})
         values, counts = await self._pooled(wanted, task)
@@ -411,7 +417,8 @@ class Endpoint:
     async def _score(self, body: JsonObject, url: str) -> object:
         rows = self._vectors()
         check_fields(body, (*_SCORE_FIELDS, *_NO_EFFECT), _NEUTRAL)
-        first, second = ("queries", "documents") if "queries" in body else ("text_1", "text_2")
+        names = (("queries", "documents"), ("data_1", "data_2"), ("text_1", "text_2"))
+        first, second = next((own for own in names if own[0] in body), names[-1])
         scores, count = await self._scores(body, body.get(first), body.get(second))
         return _now(rows.response("score", scores[:, None], uuid.uuid4().hex, self._model(body), count))
 
@@ -419,15 +426,17 @@ class Endpoint:
         self._vectors()
         check_fields(body, (*_RERANK_FIELDS, *_NO_EFFECT), _NEUTRAL)
         query, documents, top = body.get("query"), body.get("documents"), body.get("top_n", 0)
-        if not isinstance(query, str):
-            raise ValidationError("query must be a text.", parameter="query")
-        if not isinstance(documents, list) or not documents or not all(isinstance(text, str) for text in documents):
-            raise ValidationError("documents must be a list of texts, at least one.", parameter="documents")
+        if not _is_scored(query):
+            raise ValidationError("query must be a text, or {'content': parts}.", parameter="query")
+        documents = [documents] if is_content(documents) else documents
+        if not isinstance(documents, list) or not documents or not all(map(_is_scored, documents)):
+            right = "a list of texts or of {'content': parts}, at least one"
+            raise ValidationError(f"documents must be {right}.", parameter="documents")
         check_integer("top_n", top, 0)
         scores, count = await self._scores(body, query, documents)
         best = sorted(range(len(documents)), key=lambda index: -float(scores[index]))
         results = [
-            {"index": index, "document": {"text": documents[index]}, "relevance_score": float(scores[index])}
+            {"index": index, "document": _document(documents[index]), "relevance_score": float(scores[index])}
             for index in best[: top or None]
         ]
         usage = {"prompt_tokens": count, "total_tokens": count}
@@ -435,17 +444,16 @@ class Endpoint:
 
     async def _scores(self, body: JsonObject, first: object, second: object) -> tuple[np.ndarray, int]:
         """float64 [pairs] and the number of tokens, as `LLM.score` computes them."""
-        pairs, adapter = pair_texts(first, second), self._adapters.named(body.get("model"), "model")
+        pairs, adapter = pair_prompts(first, second), self._adapters.named(body.get("model"), "model")
         names = ("dimensions", "truncate_prompt_tokens", "use_activation")
         params = PoolingParams(**{name: body[name] for name in names if name in body})
         if self._plan is not None and self._plan.task == "embed":
             own = dataclasses.replace(params, use_activation=True)
-            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-            values, counts = await self._pooled(
-                [Wanted(ScoredText(text), own, None, adapter) for text in texts], "embed"
-            )
-            vectors = {text: value.astype(np.float64) for text, value in zip(texts, values, strict=True)}
-            cosines = [np.add.reduce(vectors[one] * vectors[other]) for one, other in pairs]
+            items = {scored_key(item): item for pair in pairs for item in pair}
+            wanted = [Wanted(ScoredText(item), own, None, adapter) for item in items.values()]
+            values, counts = await self._pooled(wanted, "embed")
+            vectors = {key: value.astype(np.float64) for key, value in zip(items, values, strict=True)}
+            cosines = [np.add.reduce(vectors[scored_key(one)] * vectors[scored_key(other)]) for one, other in pairs]
             return np.array(cosines), sum(counts)
         wanted = [Wanted(one, params, other, adapter) for one, other in pairs]
         values, counts = await self._pooled(wanted, "classify")
@@ -455,7 +463,7 @@ class Endpoint:
         """(float32 [size], number of tokens) of each."""
 
         async def one(own: Wanted) -> tuple[np.ndarray, int]:
-            prompt = own.prompt if own.second is None else PairPrompt(str(own.prompt), own.second)
+            prompt = own.prompt if own.second is None else PairPrompt(cast("Scored", own.prompt), own.second)
             params = dataclasses.replace(own.params, task="classify" if task == "score" else task)
             with _of_body():
                 async for output in self.engine.encode(prompt, params, lora_request=own.adapter):
@@ -543,6 +551,15 @@ class Endpoint:
 
     async def _version(self) -> Response:
         return _json({"version": __version__})
+
+
+def _is_scored(given: object) -> bool:
+    return isinstance(given, str) or is_content(given)
+
+
+def _document(given: object) -> JsonObject:
+    """As vLLM's answers have it."""
+    return {"multi_modal": given["content"]} if is_content(given) else {"text": given}
 
 
 async def _got(get: Callable[[], Awaitable[Response]], request: Request) -> Response:
