@@ -22,12 +22,16 @@ class UnquantizedLinearMethod(PackedLinearMethod):
 
     Args:
         may_round: activations may be rounded to bfloat16 where that is faster and the model's type allows it.
+
+    Attributes:
+        packs: the weight is packed after loading, and the layer's bias then float32; PyTorch's operations read both
+            as they are stored.
     """
 
     def __init__(self, may_round: bool = True) -> None:
         backend = backend_of_construction()
         self.invariant = backend.computes("linear")
-        self._packs = any(backend.computes(name) for name in ("pack", "linear", "embedding"))
+        self.packs = any(backend.computes(name) for name in ("pack", "linear", "embedding"))
         self._ops = backend.ops
         self._arriving = backend.arriving_rows
         self.linear = linear  # until the weight is packed
@@ -40,7 +44,7 @@ class UnquantizedLinearMethod(PackedLinearMethod):
     ) -> None:
         shape = (sum(sizes), columns)
         data = torch.empty(shape, dtype=dtype, device=construction().device)
-        arriving = None if data.is_meta or not self._packs else self._arriving(*shape, dtype)
+        arriving = None if data.is_meta or not self.packs else self._arriving(*shape, dtype)
         if arriving is None:
             layer.weight = new_parameter(data, loader, output_dim=0, input_dim=1)
         else:
@@ -52,7 +56,7 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         if layer.weight.dtype not in FLOAT_KINDS:
             stored, name = str(layer.weight.dtype).removeprefix("torch."), getattr(layer, "prefix", "") or "a layer"
             raise CheckpointError(f"{name}: the weight is stored as {stored}; convert the checkpoint to float32.")
-        if not self._packs or layer.packed_weight is not None:
+        if not self.packs or layer.packed_weight is not None:
             return
         arriving = _arriving_rows(layer.weight)
         packed = self._ops.pack(layer.weight.data, reuse=True) if arriving is None else arriving.finish()

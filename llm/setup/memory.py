@@ -294,14 +294,15 @@ class ModelSizes:
                 if config is not None and kind and own:
                     method = config.get_quant_method(module, getattr(module, "prefix", "") or name)
                 if isinstance(method, IntegerMethod) and isinstance(method.storage, StreamedStorage):
-                    total += self._packed(method, method.storage, own[0]) + self._floats(module, own[1:])
+                    total += self._packed(method, method.storage, own[0])
+                    total += self._floats(own[1:], getattr(module, "bias", None))
                 else:
-                    total += self._floats(module, own)
+                    packs = kind and getattr(getattr(module, "quant_method", None), "packs", False)
+                    total += self._floats(own, getattr(module, "bias", None) if packs else None)
         return total
 
-    def _floats(self, module: nn.Module, parameters: list[nn.Parameter]) -> int:
-        """As the loader stores them: matrices in the type asked for, biases of matrices in float32."""
-        bias = getattr(module, "bias", None) if hasattr(module, "quant_kind") else None
+    def _floats(self, parameters: list[nn.Parameter], bias: nn.Parameter | None) -> int:
+        """As the loader stores them: matrices in the type asked for, the bias of a packed matrix in float32."""
         return sum(
             item.numel() * (4 if item is bias else stored_as(item.dtype, item.dim(), self._plan.store_as).itemsize)
             for item in parameters

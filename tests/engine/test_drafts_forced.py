@@ -12,6 +12,7 @@ import pytest
 import torch
 from drafts import KINDS
 from embedded import engine_of, open_llm, run
+from same_answers import CACHE
 from test_drafts_verified import PROMPTS, SCHEMA, Opened, Workload, assert_same
 
 from llm import LLM, SamplingParams, StructuredOutputsParams
@@ -41,7 +42,7 @@ def workload() -> Workload:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with open_llm(block_size=4) as llm:
+    with open_llm(**CACHE, block_size=4) as llm:
         yield llm
 
 

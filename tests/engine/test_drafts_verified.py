@@ -16,6 +16,7 @@ import torch
 from documented_processors import DummyLogitsProcessor
 from drafts import KINDS, Answers, FakeProposer, Recorder, drafting, fake
 from embedded import PROMPTS, assert_idle, engine_of, open_llm, run
+from same_answers import CACHE, Answer, same
 
 from llm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from llm.errors import LogitsProcessorError
@@ -93,26 +94,29 @@ def workload() -> Workload:
     return prompts, params
 
 
-def what(output: RequestOutput) -> list[Any]:
-    """Everything an answer says."""
-    completions = [
+def told(outputs: Sequence[RequestOutput]) -> list[Any]:
+    """Everything that answers say but for logprobs."""
+    return [
         (
-            item.token_ids,
-            item.text,
-            item.logprobs,
-            item.finish_reason,
-            item.stop_reason,
-            item.structured,
-            str(item.error),
+            output.prompt_token_ids,
+            [
+                (item.token_ids, item.text, item.finish_reason, item.stop_reason, item.structured, str(item.error))
+                for item in output.outputs
+            ],
         )
-        for item in output.outputs
+        for output in outputs
     ]
-    return [completions, output.prompt_logprobs, output.prompt_token_ids]
+
+
+def scored(outputs: Sequence[RequestOutput]) -> list[Answer]:
+    """Their logprobs, those of prompts too, which begin with None."""
+    prompts = [([], output.prompt_logprobs[1:] if output.prompt_logprobs else None) for output in outputs]
+    return [*prompts, *((item.token_ids, item.logprobs) for output in outputs for item in output.outputs)]
 
 
 def assert_same(expected: Sequence[RequestOutput], actual: Sequence[RequestOutput]) -> None:
-    for one, other in zip(expected, actual, strict=True):
-        assert what(one) == what(other)
+    assert told(expected) == told(actual)
+    assert same(scored(actual), scored(expected))
 
 
 class Opened:
@@ -135,7 +139,7 @@ class Opened:
 
 @pytest.fixture(scope="module", params=SETTINGS)
 def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
-    with open_llm(**SETTINGS[request.param]) as llm:
+    with open_llm(**CACHE, **SETTINGS[request.param]) as llm:
         yield Opened(llm, workload())
 
 
@@ -156,7 +160,7 @@ def test_answers_do_not_depend_on_what_is_drafted(opened: Opened, kind: str) -> 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with open_llm(block_size=4) as opened:
+    with open_llm(**CACHE, block_size=4) as opened:
         yield opened
 
 
@@ -165,11 +169,11 @@ def answers_of(llm: LLM, prompts: Any, params: Any) -> tuple[list[RequestOutput]
         return run(llm, prompts, params), recorder.answers
 
 
-def second_turns(kind: str | None, prefix_caching: bool = True) -> list[Any]:
-    """Prompts that go on with an answer, and with what had been drafted wrongly: answers, and tokens found cached."""
+def second_turns(kind: str | None, prefix_caching: bool = True) -> list[RequestOutput]:
+    """Of prompts that go on with an answer, and with what had been drafted wrongly."""
     first = SamplingParams(temperature=0, max_tokens=23, ignore_eos=True)
     second = SamplingParams(temperature=0, max_tokens=6, logprobs=2)
-    with open_llm(block_size=4, enable_prefix_caching=prefix_caching) as llm:
+    with open_llm(**CACHE, block_size=4, enable_prefix_caching=prefix_caching) as llm:
         _, answers = answers_of(llm, PROMPTS, first)
         engine_of(llm).scheduler.blocks.reset_prefix_cache()
         with drafting(llm, fake(llm, kind, answers) if kind else None):
@@ -180,15 +184,18 @@ def second_turns(kind: str | None, prefix_caching: bool = True) -> list[Any]:
             wrong = [[*turn[:-k], *((token + 1) % vocab for token in turn[-k:])] for turn in turns for k in (22, 12)]
             again = run(llm, [*turns, *wrong], second)
         assert_idle(llm)
-        return [(what(output), output.num_cached_tokens) for output in again]
+        return again
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_the_prefix_cache_knows_what_was_accepted_and_nothing_else(prefix_caching: bool) -> None:
     plain = second_turns(None, prefix_caching)
-    assert any(cached for _, cached in plain) == prefix_caching
+    cached = [output.num_cached_tokens for output in plain]
+    assert any(cached) == prefix_caching
     for kind in KINDS:
-        assert second_turns(kind, prefix_caching) == plain
+        again = second_turns(kind, prefix_caching)
+        assert_same(plain, again)
+        assert [output.num_cached_tokens for output in again] == cached
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -241,14 +248,14 @@ class AtLength(LogitsProcessor):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_processor_that_raises_fails_the_call_if_it_would_have(kind: str) -> None:
-    with open_llm(block_size=4) as plain:
+    with open_llm(**CACHE, block_size=4) as plain:
         params = SamplingParams(seed=1, max_tokens=9)
         whole, answers = answers_of(plain, PROMPTS[0], params)
         third = SamplingParams(seed=1, max_tokens=9, stop_token_ids=[whole[0].outputs[0].token_ids[3]])
         expected, more = answers_of(plain, PROMPTS[0], third)
         assert expected[0].outputs[0].finish_reason == "stop" and len(expected[0].outputs[0].token_ids) == 4
     answers |= {key: [*own, 5, 6, 7] for key, own in more.items()}
-    with open_llm(block_size=4, logits_processors=[AtLength]) as llm:
+    with open_llm(**CACHE, block_size=4, logits_processors=[AtLength]) as llm:
         with drafting(llm, fake(llm, kind, answers)):
             with pytest.raises(LogitsProcessorError, match="four tokens"):
                 run(llm, PROMPTS[0], params)
