@@ -36,8 +36,8 @@ from llm.sampling.sampler import SamplingRows
 
 # Where no kernels can be compiled PyTorch computes, and rounds differently with the number of rows.
 TOLERANCE = 0.0 if has_kernels() else 1e-4
-# With a KV cache of 8 bits that difference may end on the other side of a half: a code is another.
-TOLERANCE_OF_CODES = 0.0 if has_kernels() else 0.05
+# Where a KV cache or activations are rounded to codes, a value beside a half becomes another code.
+TOLERANCE_OF_CODES = 0.0 if has_kernels() else 0.1
 LONGEST_OUTPUT = 10
 
 SETTINGS: dict[str, Mapping[str, Any]] = {
@@ -140,8 +140,9 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        is_quantized = str(self.row.engine.get("kv_cache_dtype", "")).startswith(("int8", "fp8"))
-        return TOLERANCE_OF_CODES if is_quantized else TOLERANCE
+        has_codes = self.row.engine.get("kv_cache_dtype") in ("int8", "fp8")
+        has_codes |= self.row.engine.get("quantization") in ("w8a8", "w4a8")
+        return TOLERANCE_OF_CODES if has_codes else TOLERANCE
 
     def load(self, setting: Mapping[str, Any]) -> LLM:
         # A bf16 cache would turn a rounding difference into one of a whole bf16 step; invariant kernels make none.
