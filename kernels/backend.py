@@ -68,6 +68,7 @@ OPERATIONS: dict[str, str] = {
     "block_sums": "vocabulary",
     "draw_nucleus": "vocabulary",
     "cut_below_largest": "vocabulary",
+    "divide_rows": "vocabulary",
 }
 
 # Operations that share a layout of memory: a backend that lacks one of them uses the definitions of all.
@@ -77,7 +78,7 @@ _LAYOUTS = (("kv_cache_shapes", "write_kv_cache", "paged_attention"),)
 _EXACT = {
     *("pack", "embedding", "quantize_weight", "quantize_weight_as", "column_squares", "decode_blocks"),
     *("kv_cache_shapes", "write_kv_cache", "write_latent_cache"),
-    *("select_rows", "ids_below", "multiply", "add", "scale", "argmax"),
+    *("select_rows", "ids_below", "multiply", "add", "scale", "divide_rows", "argmax"),
 }
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -106,6 +106,7 @@ void llm_block_sums(const float* x, const float* largest, int64_t block, float* 
 void llm_draw_nucleus(const float* x, const float* largest, const double* top_p, const double* uniform, int64_t* tokens,
     int64_t* last, int64_t rows, int64_t width, int64_t threads)
 void llm_cut_below_largest(float* x, const float* offset, int64_t rows, int64_t width, int64_t threads)
+void llm_divide_rows(float* x, const float* divisor, int64_t rows, int64_t width, int64_t threads)
 
 void llm_add(const float* x, const float* y, float* out, int64_t count, int64_t threads)
 void llm_scale(const float* x, float factor, float* out, int64_t count, int64_t threads)

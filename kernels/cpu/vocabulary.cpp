@@ -362,6 +362,16 @@ LLM_EXPORT void llm_cut_below_largest(float* x, const float* offset, int64_t row
     });
 }
 
+// In place: each row over its divisor [rows].
+LLM_EXPORT void llm_divide_rows(float* x, const float* divisor, int64_t rows, int64_t width, int64_t threads) {
+    for_rows(rows, width, threads, [&](int64_t row) {
+        if (divisor[row] == 1.0f) return;
+        float* own = x + row * width;
+        const F32 by = set1(divisor[row]);
+        for (int64_t i = 0; i < width; i += LANES) store_part(own + i, load_part(own + i, width - i) / by, width - i);
+    });
+}
+
 LLM_KERNEL(llm_log_softmax)
 LLM_KERNEL(llm_argmax)
 LLM_KERNEL(llm_top_k)
@@ -369,3 +379,4 @@ LLM_KERNEL(llm_gather_logprobs)
 LLM_KERNEL(llm_block_sums)
 LLM_KERNEL(llm_draw_nucleus)
 LLM_KERNEL(llm_cut_below_largest)
+LLM_KERNEL(llm_divide_rows)

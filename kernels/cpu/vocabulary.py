@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from llm.kernels.cpu.library import Library, as_float32
-from llm.kernels.cpu.signatures import KERNELS
+from llm.kernels.cpu.signatures import KERNELS, Signature
 from llm.kernels.reference import vocabulary as reference
 
 _LOG_SOFTMAX = KERNELS["llm_log_softmax"]
@@ -15,6 +15,7 @@ _GATHER = KERNELS["llm_gather_logprobs"]
 _BLOCK_SUMS = KERNELS["llm_block_sums"]
 _DRAW_NUCLEUS = KERNELS["llm_draw_nucleus"]
 _CUT = KERNELS["llm_cut_below_largest"]
+_DIVIDE = KERNELS["llm_divide_rows"]
 # For a larger k, sorting the row is faster.
 _MOST = 1024
 
@@ -117,9 +118,20 @@ def draw_nucleus(
 
 def cut_below_largest(library: Library, logits: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """float32 [n, vocab], [n] -> `logits`, in place if they are contiguous float32."""
-    logits, offset = as_float32(logits), as_float32(offset)
+    return _change(library, _CUT, "offset", logits, offset)
+
+
+def divide_rows(library: Library, logits: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """float32 [n, vocab], [n] -> `logits`, in place if they are contiguous float32."""
+    return _change(library, _DIVIDE, "divisor", logits, divisor)
+
+
+def _change(
+    library: Library, kernel: Signature, name: str, logits: torch.Tensor, numbers: torch.Tensor
+) -> torch.Tensor:
+    logits, numbers = as_float32(logits), as_float32(numbers)
     rows, width = logits.shape
-    if offset.shape != (rows,):
-        raise ValueError(f"offset must be [{rows}], got {list(offset.shape)}")
-    library.call(_CUT, logits.data_ptr(), offset.data_ptr(), rows, width, torch.get_num_threads())
+    if numbers.shape != (rows,):
+        raise ValueError(f"{name} must be [{rows}], got {list(numbers.shape)}")
+    library.call(kernel, logits.data_ptr(), numbers.data_ptr(), rows, width, torch.get_num_threads())
     return logits

@@ -148,6 +148,11 @@ def cut_below_largest(logits: torch.Tensor, offset: torch.Tensor) -> torch.Tenso
     return logits.masked_fill_(logits < bound.unsqueeze(1), -math.inf)
 
 
+def divide_rows(logits: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """Divide each row, in place: float32 [n, vocab], [n] -> `logits`."""
+    return logits.div_(divisor.unsqueeze(1))
+
+
 def _draw_sorted(
     logits: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,7 +36,7 @@ KERNELS = {
 # width.
 _PLACEWISE = {
     *("silu", "gelu", "gelu_new", "quick_gelu", "relu", "relu2", "soft_cap", "xielu", "multiply", "add", "scale"),
-    *("quantize_static", "top_k", "cut_below_largest", "mix_two_experts"),
+    *("quantize_static", "top_k", "cut_below_largest", "divide_rows", "mix_two_experts"),
     *("causal_conv1d", "selective_scan", "mamba2_scan", "gated_delta_rule"),
     *("pack", "embedding", "quantize_weight", "quantize_weight_as", "column_squares", "decode_blocks"),
     *("select_rows", "ids_below"),

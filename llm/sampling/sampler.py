@@ -255,7 +255,7 @@ class _Step:
             logits, largest = self._select(logits, random), self._select(largest, random)
         temperature = self.params.temperature[self.rows if late else self.rows[random]]
         divisor = self.sampler.backend.upload(np.where(temperature > 0, temperature, np.float32(1.0)))
-        logits = logits.div_(divisor.unsqueeze(1))
+        logits = self.sampler.backend.ops.divide_rows(logits, divisor)
         if not late:
             # Division is monotonic, so the largest quotient is the quotient of the largest.
             return logits, largest / divisor, random

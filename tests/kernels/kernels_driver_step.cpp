@@ -234,10 +234,11 @@ void over_the_vocabulary(int64_t count, int64_t width, int64_t threads) {
          "ids are good");
     llm_block_sums(x.data, best.data, 16, sums.data, count, width, threads);
     llm_cut_below_largest(x.data, best.data, count, width, threads);
+    llm_divide_rows(x.data, best.data, count, width, threads);
     asked.data[count * 9 - 1] = width;
     need(!llm_gather_logprobs(x.data, asked.data, 9, 1, 0, picked.data, ranks.data, count, width, threads),
          "an id outside of the vocabulary was read");
-    calls += 6;
+    calls += 7;
 }
 
 }  // namespace step

@@ -97,6 +97,7 @@ CALLS: dict[str, Callable[[Backend, torch.Tensor], Any]] = {
     "block_sums": lambda kernels, x: kernels.op("block_sums")(x, x.amax(dim=-1), 512),
     "draw_nucleus": nucleus,
     "cut_below_largest": lambda kernels, x: kernels.op("cut_below_largest")(x.clone(), torch.full((len(x),), -2.0)),
+    "divide_rows": lambda kernels, x: kernels.op("divide_rows")(x.clone(), torch.full((len(x),), 0.7)),
 }
 by_name = pytest.mark.parametrize("name", CALLS)
 
@@ -205,6 +206,17 @@ def test_what_is_below_the_bound_is_barred(seed: int, vocab: int, kind: str, off
         assert same(work, expected)
 
 
+@settings(max_examples=60)
+@given(**rows_of_any_kind, divisor=st.sampled_from([1.0, 0.7, 1e-5, 1e30]))
+def test_each_row_is_divided_in_its_place(seed: int, vocab: int, kind: str, divisor: float) -> None:
+    x = logits_of(kind, seed, 3, vocab)
+    divisors = torch.tensor([divisor, 1.0, 3.0])
+    for kernels in (REFERENCE, kernel_set(BEST)):
+        work = x.clone()
+        assert kernels.op("divide_rows")(work, divisors).data_ptr() == work.data_ptr()
+        assert same(work, x / divisors.unsqueeze(1))
+
+
 @by_name
 @settings(max_examples=20)
 @given(**rows_of_any_kind, rows=st.integers(1, 9))
@@ -282,6 +294,7 @@ def test_ids_out_of_the_vocabulary_are_refused(bad: int) -> None:
         lambda op: op("block_sums")(torch.zeros(2, 8), torch.zeros(2), 24),
         lambda op: op("block_sums")(torch.zeros(2, 8), torch.zeros(1), 16),
         lambda op: op("cut_below_largest")(torch.zeros(2, 8), torch.zeros(3)),
+        lambda op: op("divide_rows")(torch.zeros(2, 8), torch.ones(3)),
         lambda op: op("draw_nucleus")(torch.zeros(2, 8), torch.zeros(2), torch.ones(2), torch.zeros(1)),
         lambda op: op("draw_nucleus")(torch.zeros(2, 0), torch.zeros(2), torch.ones(2), torch.zeros(2)),
     ],
