@@ -67,6 +67,8 @@ class Weight:
         levels: uint8 [n, groups] of int4, in the place of zero: two levels of scales (QServe, arXiv:2405.04532). The
             low nibble is the step, the high one the place; shift = step * (place + 16) * 5 // 16. All values are
             integers of 8 bits, so that products are those of int8. None: there is one level.
+        outputs: rows of the whole matrix, of which a rank has n; the order of a sum may be a function of them, but not
+            of n, or bits would depend on the number of ranks. 0: n.
 
     Raises:
         ValueError: the parts do not fit each other, or no product is defined for them.
@@ -88,6 +90,7 @@ class Weight:
     columns: torch.Tensor | None = None
     rotation: int = 0
     levels: torch.Tensor | None = None
+    outputs: int = 0
 
     def __post_init__(self) -> None:
         if not self.group_size:

@@ -140,6 +140,7 @@ class VocabParallelEmbedding(PluggableLayer):
         self.tp = tp
         self.shard = VocabShard.of(num_embeddings, self.org_vocab_size, padding_size, tp)
         self.num_embeddings_padded = self.shard.rows * tp.size
+        self.output_size = VocabShard.of(num_embeddings, self.org_vocab_size, padding_size, SINGLE).rows
         # Row i is id i: one rank, and no padding.
         self.is_plain = self.num_embeddings_padded == num_embeddings and tp.size == 1
         # Or so are those of all ranks, one after another, with padding behind them.

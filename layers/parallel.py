@@ -1,22 +1,20 @@
 """Tensor parallelism as one layer sees it: this rank's slice of a matrix, and gathering what the ranks computed.
 
 Nothing is added up over ranks: every output is computed whole by one of them, and then all have it. So the bits of an
-answer do not depend on the number of ranks. A group of one needs no communicator; a larger group uses the platform's,
-on CPUs memory that the ranks share.
+answer do not depend on the number of ranks. A group of one needs no communicator; a larger group uses the platform's
+(`layers/communicators.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from llm.errors import LLMError, ValidationError
-from llm.kernels.select import backend_for
-from llm.platforms import select_platform
 from llm.platforms.interface import Platform
-from llm.plugins import load_class
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,8 @@ class Rendezvous:
     """Where the ranks of one `LLM` find each other.
 
     Attributes:
-        folder: an empty folder that only this user can read, until all ranks have met.
+        folder: an empty folder that only this user can read, until all ranks have met, or to the end of a communicator
+            that `meets_again`.
         timeout_s: how long a rank waits for another inside a step.
     """
 
@@ -36,9 +35,22 @@ class Communicator:
     """The collectives that layers use; the result is the same on every rank.
 
     A platform names a subclass in `Platform.get_communicator_cls`. All ranks call the same ones in the same order.
+    Tensors are of the rank's device, and floats, of which every bit is kept.
+
+    Attributes:
+        medium: what they go through, in words.
+        is_recorded: steps with them may be recorded (`Backend.record`).
+        needs_own_device: no two ranks may be on one device.
+        meets_again: after `restart` ranks need the rendezvous's folder again, and steps that were recorded before are
+            to be forgotten.
     """
 
-    def __init__(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
+    medium: ClassVar[str] = ""
+    is_recorded: ClassVar[bool] = True
+    needs_own_device: ClassVar[bool] = False
+    meets_again: ClassVar[bool] = False
+
+    def __init__(self, rank: int, size: int, rendezvous: Rendezvous, platform: Platform) -> None:
         self.rank = rank
         self.size = size
 
@@ -61,6 +73,13 @@ class Communicator:
     def restart(self) -> None:
         """Forget an aborted step; called by rank 0 while no other rank is in a step."""
         raise NotImplementedError
+
+    def watch(self) -> None:
+        """Called by rank 0 when it has asked its device for what ranks do together: where calls do not wait for the
+        others, they are to have come within the rendezvous's timeout from now on, or the step is aborted."""
+
+    def check(self) -> None:
+        """Raise the `RankError` of a step that was aborted after its calls had returned: what was gathered is wrong."""
 
     def close(self) -> None:
         """Let go of what the ranks share."""
@@ -105,43 +124,3 @@ class TensorParallel:
 
 
 SINGLE = TensorParallel()
-
-
-def communicator_cls(platform: Platform) -> type[Communicator]:
-    """The platform's; `ValidationError` if it has none."""
-    who = f"{type(platform).__name__}.get_communicator_cls"
-    cls: type[Communicator] = load_class(platform.get_communicator_cls(), Communicator, who, platform.plugin)
-    return cls
-
-
-def tensor_parallel(platform: Platform, rank: int, size: int, rendezvous: Rendezvous) -> TensorParallel:
-    """A place in a group of `size`, with the platform's communicator."""
-    return TensorParallel(rank, size, communicator_cls(platform)(rank, size, rendezvous))
-
-
-class SharedMemoryCommunicator(Communicator):
-    """Of CPUs: processes of one machine, which map one file; nothing listens on an address.
-
-    Raises:
-        LLMError: there are no compiled kernels.
-    """
-
-    def __init__(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
-        super().__init__(rank, size, rendezvous)
-        backend = backend_for(select_platform("cpu")[0])
-        memory = backend.shared_memory(rank, size, rendezvous.folder / "gathered", rendezvous.timeout_s)
-        if memory is None:
-            raise LLMError(f"ranks on CPUs need the compiled kernels: {backend.reason}.")
-        self._memory = memory
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self._memory.all_gather(x)
-
-    def pick(self, x: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        return self._memory.pick(x, owners)
-
-    def abort(self) -> None:
-        self._memory.abort()
-
-    def restart(self) -> None:
-        self._memory.restart()

@@ -148,10 +148,10 @@ class LLM:
             of every call. Answers are the same; a replica that dies loses nothing. They share the processors and the
             memory, or have a GPU each.
         devices: of the replicas: `["cuda:0", "cuda:1"]`; sets of processors, `[{0, 1}, {2, 3}]`; or "all": every GPU,
-            or else every NUMA node.
+            or else every NUMA node. With `tensor_parallel_size` GPUs are those of its ranks, replica by replica.
         tensor_parallel_size: how many processes of this machine share the model, "ranks": each has its part of the
-            weights and of the KV cache, and `num_threads` threads, by default an equal share of them. Answers have the
-            bits of one process.
+            weights and of the KV cache, and `num_threads` threads, by default an equal share of them, or a GPU. Answers
+            have the bits of one process.
         distributed_executor_backend: "ray": replicas, with their ranks, are on the machines of a Ray cluster, each on
             one that has room for them; None, "uni", "mp": on this machine.
         offload_weights: weights that memory has no room for are kept in a file and read when they are used, which is

@@ -107,7 +107,16 @@ class TorchAccelerator(Platform):
 _TRITON = "llm.kernels.triton.backend.TritonBackend"
 
 
-class CudaPlatform(TorchAccelerator):
+class NcclAccelerator(TorchAccelerator):
+    """One whose devices NCCL connects, or AMD's library of that name, where PyTorch has it."""
+
+    def get_communicator_cls(self) -> str:
+        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+            return "llm.layers.communicators.NcclCommunicator"
+        return super().get_communicator_cls()
+
+
+class CudaPlatform(NcclAccelerator):
     """NVIDIA's GPUs, with the Triton kernels where Triton is installed."""
 
     name = "cuda"
@@ -136,7 +145,7 @@ class CudaPlatform(TorchAccelerator):
         return (torch.float16, torch.float32)
 
 
-class RocmPlatform(TorchAccelerator):
+class RocmPlatform(NcclAccelerator):
     """AMD's GPUs. Their device type in torch is "cuda", so `device="cuda"` is one of these where torch is built for
     them."""
 

@@ -89,7 +89,7 @@ class CpuPlatform(Platform):
     def get_communicator_cls(self) -> str:
         if self.kind is not PlatformEnum.CPU:
             return super().get_communicator_cls()
-        return "llm.layers.parallel.SharedMemoryCommunicator"
+        return "llm.layers.communicators.SharedMemoryCommunicator"
 
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.float32,)

@@ -230,10 +230,9 @@ class Platform:
         return self.worker_cls or "llm.runner.model_runner.ModelRunner"
 
     def get_communicator_cls(self) -> str:
-        """Class path of the communicator between devices; `ValidationError` if there is one device."""
-        raise ValidationError(
-            f"{self.name} computes on one device; there is no communicator.", parameter="device", value=self.name
-        )
+        """Class path of the `llm.layers.parallel.Communicator` of ranks; the base's serves every device, by way of the
+        host."""
+        return "llm.layers.communicators.HostCommunicator"
 
     # --- What it changes. ---
 

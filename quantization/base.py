@@ -63,6 +63,12 @@ class QuantizeMethodBase(Counted, ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot give its weight back")
 
 
+def outputs_of(layer: nn.Module) -> int:
+    """Rows of the layer's whole weight, for `Weight.outputs`; 0: those that it has."""
+    outputs = getattr(layer, "output_size", 0)
+    return outputs if isinstance(outputs, int) else 0
+
+
 class LinearMethodBase(QuantizeMethodBase):
     """For layers with `quant_kind == "linear"`: y = x W^T + bias.
 

@@ -18,7 +18,7 @@ from llm.base.construction import construction
 from llm.errors import CheckpointError
 from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import Weight, is_exact_in_bf16
-from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, WeightLoader
+from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, WeightLoader, outputs_of
 from llm.quantization.quantizer import IntegerWeight
 from llm.quantization.storage import WeightStorage
 
@@ -210,6 +210,7 @@ class IntegerMethod(PackedLinearMethod, EmbeddingMethodBase):
             activations=self._activations(weight),
             input_scale=static[0],
             input_offset=static[1],
+            outputs=outputs_of(layer),
         )
         for name, tensor in packed.memory().items():
             layer.register_buffer(name, tensor, persistent=False)

@@ -14,7 +14,7 @@ from llm.kernels.backend import ArrivingRows
 from llm.kernels.reference.linear import embedding, linear, pack
 from llm.kernels.select import backend_of_construction
 from llm.kernels.weight import FLOAT_KINDS, Weight
-from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, WeightLoader
+from llm.quantization.base import EmbeddingMethodBase, PackedLinearMethod, WeightLoader, outputs_of
 
 
 class UnquantizedLinearMethod(PackedLinearMethod):
@@ -64,7 +64,7 @@ class UnquantizedLinearMethod(PackedLinearMethod):
         layer.weight = nn.Parameter(data, requires_grad=False)
         # The packed weight shares the parameter: freeing the parameter's memory frees it.
         activations = "bfloat16" if packed.kind in self._rounded else "float"
-        layer.packed_weight = replace(packed, data=layer.weight, activations=activations)
+        layer.packed_weight = replace(packed, data=layer.weight, activations=activations, outputs=outputs_of(layer))
         self.linear = self._ops.linear
         if getattr(layer, "bias", None) is not None:
             layer.bias.data = layer.bias.data.float()

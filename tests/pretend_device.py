@@ -7,6 +7,9 @@ It is asynchronous. Operations are put into a queue and computed when somebody w
 that memory of the host that a copy from pinned memory reads, and memory that a copy to the host writes, must not be
 touched before: what breaks this rule computes with the wrong numbers. Waits are counted, and so are copies from memory
 that is not pinned, which take their values at once and for which a GPU's driver would hold up the host.
+
+Products and functions like exp are computed in float64 and rounded: their bits do not depend on how PyTorch cuts
+matrices of some size, or on an element's place.
 """
 
 from __future__ import annotations
@@ -40,6 +43,11 @@ _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _MOST_WAITING = 400
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
+_IN_FLOAT64 = {
+    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    *(_aten.silu.default, _aten.gelu.default, _aten.sigmoid.default, _aten.tanh.default, _aten.exp.default),
+}
 
 
 class Queue:
@@ -202,11 +210,17 @@ def dispatched(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
     def compute() -> None:
-        for made, values in zip(tree_flatten(found)[0], tree_flatten(func(*inner[0], **inner[1]))[0], strict=True):
+        arguments = tree_map_only(torch.Tensor, _widened, inner) if func in _IN_FLOAT64 else inner
+        results = func(*arguments[0], **arguments[1])
+        for made, values in zip(tree_flatten(found)[0], tree_flatten(results)[0], strict=True):
             made.copy_(values)
 
     QUEUE.put(compute)
     return _wrapped(found)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _copied(func: Any, args: Any, kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from llm.layers.parallel import Communicator, Rendezvous, TensorParallel
+from llm.platforms.cpu import CpuPlatform
 
 NOWHERE = Rendezvous(Path(), 0.0)
 
@@ -30,7 +31,7 @@ class ThreadRanks:
             def all_gather(self, x: torch.Tensor) -> torch.Tensor:
                 return torch.cat(ranks.exchange(rank, x), dim=-1)
 
-        return TensorParallel(rank, self.size, OfRank(rank, self.size, NOWHERE))
+        return TensorParallel(rank, self.size, OfRank(rank, self.size, NOWHERE, CpuPlatform()))
 
     def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
         self.parts[rank] = x

@@ -3,8 +3,9 @@
 A weight is stored as `kernels/reference/linear.py` packs it: plain rows, two int4 in a byte.
 
 The order of a sum over K is that of blocks of BK columns, in segments whose sums are added in order. Both are functions
-of N, K and the types (`_columns`), never of the number of rows M, which chooses the other sides of a tile. With few
-rows a program takes one segment, and `merge_segments` adds them; with many it takes all, in the same order.
+of the outputs of the whole matrix, K and the types (`form_of`), never of the number of rows M or of the outputs of a
+rank, which choose the other sides of a tile. With few rows a program takes one segment, and `merge_segments` adds them;
+with many it takes all, in the same order.
 """
 
 from __future__ import annotations
@@ -445,7 +446,7 @@ def heads_product(x, w, y, N, K, WIDTH, heads, stride_n, stride_h, w_h, w_k, w_n
 
 
 class Form(NamedTuple):
-    """How a weight is multiplied; constants of `gemm`, by N, K and types alone.
+    """How a weight is multiplied; constants of `gemm`, by the weight's `outputs`, K and types alone.
 
     Attributes:
         BK: columns of a block. SEGMENTS: sums that are added in order, of `SEGMENT` columns each.
@@ -509,7 +510,9 @@ def form_of(weight: Weight, dtype: torch.dtype) -> Form | None:
         values, whole = True, False
     elif weight.groups > 1:
         block, in_groups, whole = _dividing(size, block), True, False
-    segments = 1 if int8_x and in_groups else _segments(weight.n, weight.k, 32 if weight.is_float else 64)
+    segments = (
+        1 if int8_x and in_groups else _segments(weight.outputs or weight.n, weight.k, 32 if weight.is_float else 64)
+    )
     length = -(-weight.k // segments)
     length = max(block, -(-length // block) * block)
     return Form(

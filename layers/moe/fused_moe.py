@@ -270,7 +270,7 @@ class FusedMoE(CustomOp):
         y = parts[0] * weights[:, :1]
         for slot in range(1, slots):
             y = y + parts[slot] * weights[:, slot : slot + 1]
-        return y
+        return y.to(hidden_states.dtype)
 
     def on_another_rank(self, expert: str) -> bool:
         """Whether the expert of this name is one of another rank."""

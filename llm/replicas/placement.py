@@ -14,7 +14,7 @@ from pathlib import Path
 from llm.base import system
 from llm.base.checks import check_choice, check_integer, refuse
 from llm.config.engine import LLMArgs
-from llm.platforms import select_platform
+from llm.platforms import Platform, select_platform
 from llm.workers.on_ray import RayMachines, connected_ray
 
 _EXECUTORS = ("uni", "mp", "ray")
@@ -26,10 +26,11 @@ class Placement:
     """Where one replica computes.
 
     Attributes:
-        device: as `LLM(device=)` takes it.
+        device: as `LLM(device=)` takes it; of the first rank.
         cores: the processors that it may run on; None: all.
         threads: of each of its ranks, that compute; None: as `num_threads` says.
         ranks: processes that share the model.
+        devices: of its ranks, where these are no processors; (): those from `device` on.
         is_on_ray: on a machine of Ray's cluster, which has a bundle for each rank.
     """
 
@@ -37,12 +38,15 @@ class Placement:
     cores: tuple[int, ...] | None = None
     threads: int | None = None
     ranks: int = 1
+    devices: tuple[str, ...] = ()
     is_on_ray: bool = False
 
     @property
     def bundles(self) -> list[dict[str, float]]:
         """Of Ray's placement group."""
-        return [{"CPU": self.threads or 1} if self.device == "cpu" else {"CPU": 1, "GPU": 1}] * self.ranks
+        if self.device == "cpu":
+            return [{"CPU": self.threads or 1}] * self.ranks
+        return [{"CPU": self.ranks, "GPU": self.ranks}]  # one, whose process sees the devices of all its ranks
 
     def __str__(self) -> str:
         ranks = "" if self.ranks == 1 else f", {self.ranks} ranks"
@@ -50,7 +54,8 @@ class Placement:
 
     def _where(self) -> str:
         if self.cores is None:
-            return self.device if self.threads is None else f"{self.device}, {self._threads()}"
+            where = ", ".join(self.devices) or self.device
+            return where if self.threads is None else f"{where}, {self._threads()}"
         return f"{self.device}, processors {shown(self.cores)}, {self._threads()}"
 
     def _threads(self) -> str:
@@ -77,6 +82,9 @@ def placements(args: LLMArgs, root: Path = Path("/")) -> list[Placement]:
     if devices == "all":
         found = _all(args, root)
     elif isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
+        if args.tensor_parallel_size > 1 and all(isinstance(item, str) and item != "cpu" for item in devices):
+            found = _grouped(args, devices)
+            return found if len(found) > 1 else []  # the ranks of this process
         found = [_named(args, item) for item in devices]
     else:
         refuse("devices", devices, _RIGHT)
@@ -104,21 +112,33 @@ def _all(args: LLMArgs, root: Path) -> list[Placement]:
     """Every accelerator, or every NUMA node."""
     name, count = _accelerators(args)
     if name:
-        return [Placement(f"{name}:{index}") for index in range(count)]
+        ranks = args.tensor_parallel_size
+        return _grouped(args, [f"{name}:{index}" for index in range(count // ranks * ranks)])
     return [_on_cores(args, cores) for cores in numa_nodes(system.cores(), root)]
 
 
 def _shared_out(args: LLMArgs, size: int) -> list[Placement]:
     name, count = _accelerators(args)
     if name:
-        if size > count:
-            refuse("data_parallel_size", size, f"at most {count}, as many as there are devices {name}")
-        return [Placement(f"{name}:{index}") for index in range(size)]
+        ranks = args.tensor_parallel_size
+        if size * ranks > count:
+            of_ranks = "" if ranks == 1 else f" for groups of {ranks} ranks"
+            refuse("data_parallel_size", size, f"at most {count // ranks}: there are {count} devices {name}{of_ranks}")
+        return _grouped(args, [f"{name}:{index}" for index in range(size * ranks)])
     cores = sorted(system.cores())
     if size > len(cores):  # threads of several replicas take turns on a processor
         return [Placement("cpu", None, args.num_threads or 1, args.tensor_parallel_size)] * size
     bounds = [round(index * len(cores) / size) for index in range(size + 1)]
     return [_on_cores(args, cores[start:end]) for start, end in pairwise(bounds)]
+
+
+def _grouped(args: LLMArgs, devices: Sequence[str]) -> list[Placement]:
+    """A replica on each run of as many devices as it has ranks."""
+    ranks = args.tensor_parallel_size
+    if len(devices) % ranks:
+        refuse("devices", args.devices, f"as many as ranks of replicas, a multiple of tensor_parallel_size={ranks}")
+    groups = [tuple(devices[start : start + ranks]) for start in range(0, len(devices), ranks)]
+    return [Placement(group[0], None, None, ranks, group if ranks > 1 else ()) for group in groups]
 
 
 def _named(args: LLMArgs, item: object) -> Placement:
@@ -146,8 +166,13 @@ def _accelerators(args: LLMArgs) -> tuple[str, int]:
     platform, _ = select_platform(args.device)
     if platform.device_type == "cpu":
         return "", 0
+    return platform.name, device_count(platform)
+
+
+def device_count(platform: Platform) -> int:
+    """How many devices of its kind there are, as far as is known."""
     module = getattr(platform, "torch_module", None)
-    return platform.name, int(module().device_count()) if module is not None else 1
+    return int(module().device_count()) if module is not None else 1
 
 
 def numa_nodes(cores: set[int], root: Path = Path("/")) -> list[list[int]]:

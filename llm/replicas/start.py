@@ -137,7 +137,7 @@ def _args_of(args: LLMArgs, plan: RunnerPlan, place: Placement) -> LLMArgs:
         logits_processors=[importable_name(kind) for kind in plan.logits_processors] or None,
         use_tqdm_on_load=False,
         data_parallel_size=1,
-        devices=None,
+        devices=list(place.devices) or None,
         distributed_executor_backend=None,
     )
     for item in fields(decided):

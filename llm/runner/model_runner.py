@@ -699,6 +699,8 @@ class ModelRunner:
         """Whether steps may be recorded with these arguments."""
         if not self.backend.records or (self.backend.records_kernels_only and not config.invariant):
             return False
+        if self.tp.communicator is not None and not self.tp.communicator.is_recorded:
+            return False
         return not config.offload_config.offload_weights  # a recorded step would not fetch experts from the file
 
     def _new_recorded(self) -> RecordedSteps:

@@ -21,11 +21,12 @@ import torch
 
 from llm.base.library_settings import library_defaults
 from llm.engine.boundary import CachePart, Captured, Loaded, RunnerPlan
-from llm.engine.step import Adapter, SchedulerOutput
+from llm.engine.step import Adapter, RunnerOutput, SchedulerOutput
 from llm.errors import LLMError, RankError, ValidationError
 from llm.forward import AttentionMetadata, ForwardBatch, ImageTokens, RecurrentMetadata, StateNumbers
 from llm.inputs import LoRARequest
 from llm.inside.names import FINAL, Site
+from llm.kernels.backend import Backend
 from llm.layers.parallel import Communicator, TensorParallel
 from llm.loading.source import ModelSource
 from llm.platforms.interface import Platform
@@ -36,8 +37,9 @@ from llm.workers.connection import Connection
 from llm.workers.process import WorkerProcess
 
 R = TypeVar("R")
-# Of a message: plain data, arrays.
+# Of a message: plain data, arrays, and tensors of the types that arrays lack.
 Body = Mapping[str, Any]
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 class RankGroup:
@@ -46,7 +48,10 @@ class RankGroup:
     Args:
         workers: in order of rank, while they load.
         communicator: rank 0's.
-        met: called once when all ranks have joined.
+        met: called when the ranks need their rendezvous no longer.
+
+    Attributes:
+        at_restart: called when a step was given up and the ranks go on.
     """
 
     def __init__(self, workers: Sequence[WorkerProcess], communicator: Communicator, met: Callable[[], None]) -> None:
@@ -54,6 +59,7 @@ class RankGroup:
         self._communicator = communicator
         self._met = met
         self._failure: LLMError | None = None  # after which no step is computed
+        self.at_restart: Callable[[], None] = lambda: None
         for worker in workers:
             worker.call_at_end(communicator.abort)  # nobody waits in a step for one that is gone
 
@@ -61,7 +67,8 @@ class RankGroup:
         """Return when all ranks have loaded their part; raises `WorkerDiedError`."""
         for worker in self._workers:
             self._answer(worker, "opened")
-        self._met()
+        if not self._communicator.meets_again:
+            self._met()
 
     def tell(self, kind: str, body: object) -> None:
         """Raises `WorkerDiedError`."""
@@ -79,15 +86,30 @@ class RankGroup:
             raise self._failure
         try:
             yield
+            self._communicator.watch()
         except BaseException as error:
             self._leave(error)
             raise
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Around what reads the results of steps; raises as `step` does where one was given up on the device."""
+        try:
+            yield
+        finally:
+            if self._failure is None:
+                try:
+                    self._communicator.check()
+                except RankError as error:
+                    self._leave(error)
+                    raise
 
     def close(self) -> None:
         """End the ranks."""
         self._communicator.abort()
         for worker in self._workers:
             worker.close()
+        self._communicator.close()
         self._met()
 
     def _leave(self, error: BaseException) -> None:
@@ -106,6 +128,7 @@ class RankGroup:
             for worker in self._workers:
                 worker.kill()
             raise failure from error
+        self.at_restart()
         self._communicator.restart()
 
     def _answer(self, worker: WorkerProcess, kind: str) -> None:
@@ -114,7 +137,36 @@ class RankGroup:
             raise LLMError(f"{worker.name} answered {message!r} in the place of {kind!r}.")
 
 
-class LeadRunner(ModelRunner):
+class RankRunner(ModelRunner):
+    """One of several.
+
+    Args:
+        tp: its place.
+    """
+
+    def __init__(self, platform: Platform, tp: TensorParallel) -> None:
+        super().__init__(platform)
+        self.tp = tp
+
+    @contextmanager
+    def _recording(self, is_on: bool) -> Iterator[None]:
+        """Whether steps are recorded and replayed meanwhile: on all ranks, or on none."""
+        recorded = self.recorded
+        if not is_on:
+            self.recorded = None
+        try:
+            yield
+        finally:
+            self.recorded = recorded
+
+    def _forget_recorded(self) -> None:
+        """Steps of a group of devices that is no longer."""
+        communicator = self.tp.communicator
+        if self.recorded is not None and communicator is not None and communicator.meets_again:
+            self.recorded = self._new_recorded()
+
+
+class LeadRunner(RankRunner):
     """Rank 0.
 
     Args:
@@ -123,9 +175,9 @@ class LeadRunner(ModelRunner):
     """
 
     def __init__(self, platform: Platform, tp: TensorParallel, group: RankGroup) -> None:
-        super().__init__(platform)
-        self.tp = tp
+        super().__init__(platform, tp)
         self.group = group
+        group.at_restart = self._forget_recorded
 
     def load(self, plan: RunnerPlan) -> Loaded:
         try:
@@ -137,16 +189,24 @@ class LeadRunner(ModelRunner):
         return loaded
 
     def close(self) -> None:
+        self.recorded = None  # a group of devices ends when no recorded step refers to it
         self.group.close()
         super().close()
 
     # --- Steps. ---
 
+    def execute(self, plan: SchedulerOutput) -> RunnerOutput:
+        with self.group.checked():
+            return super().execute(plan)
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         is_replayed = self.recorded is not None and not self.recorded.is_watched
+        # Where a replay cannot stop to be looked into, it may have padding that the others would not expect.
+        is_replayed &= batch.inside is None or self.backend.stops
         with self.group.step():
-            self.group.tell("forward", {**_described(batch), "is_replayed": is_replayed})
-            hidden = super().forward(batch)
+            self.group.tell("forward", {**_on_host(_described(batch), self.backend), "is_replayed": is_replayed})
+            with self._recording(is_replayed):
+                hidden = super().forward(batch)
         for metadata in batch.metadata:
             if isinstance(metadata, RecurrentMetadata) and metadata.stored is not None:
                 metadata.calls = [*metadata.calls, self._tell_accepted]
@@ -156,7 +216,8 @@ class LeadRunner(ModelRunner):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         slots = None if self.adapters is None else self.adapters.logit_rows.slots
         with self.group.step():
-            self.group.tell("logits", {"shape": list(hidden.shape), "slots": _array(slots)})
+            said = {"shape": list(hidden.shape), "dtype": str(hidden.dtype), "slots": slots}
+            self.group.tell("logits", _on_host(said, self.backend))
             self.tp.all_gather(hidden)
             return super().compute_logits(hidden)
 
@@ -235,21 +296,21 @@ class LeadRunner(ModelRunner):
 
     def _placed(self, head: PlacedHead) -> PlacedHead:
         if self.head is None:
-            return replace(head, module=_SharedHead(self.group, head), embed=lambda input_ids: input_ids)
+            return replace(head, module=_SharedHead(self, head), embed=lambda input_ids: input_ids)
         # One with a checkpoint of its own is rank 0's alone.
         return head if self.head.embed_tokens is not None else replace(head, embed=self._embed)
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         with self.group.step():
-            self.group.tell("embed", _array(input_ids))
+            self.group.tell("embed", _on_host({"input_ids": input_ids}, self.backend))
             return self.model.embed(input_ids)
 
 
 class _SharedHead:
     """A head that drafts, of which each rank has a part; it embeds the tokens itself, as the others do."""
 
-    def __init__(self, group: RankGroup, head: PlacedHead) -> None:
-        self._group = group
+    def __init__(self, lead: LeadRunner, head: PlacedHead) -> None:
+        self._lead = lead
         self._head = head
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -258,9 +319,9 @@ class _SharedHead:
     def __call__(
         self, embedded: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        group, head = self._group, self._head
-        with group.step():
-            group.tell("draft", {**_described(batch), "hidden": _array(hidden)})
+        lead, head = self._lead, self._head
+        with lead.group.step():
+            lead.group.tell("draft", _on_host({**_described(batch), "hidden": hidden}, lead.backend))
             return head.module(head.embed(batch.input_ids), hidden, batch)
 
 
@@ -268,8 +329,24 @@ def _refuse(what: str, why: str) -> NoReturn:
     raise ValidationError(f"{what} needs tensor_parallel_size=1: {why}.", parameter="tensor_parallel_size", value=what)
 
 
-def _array(tensor: torch.Tensor | None) -> np.ndarray | None:
-    return None if tensor is None else tensor.cpu().numpy()
+def _on_host(body: Body, backend: Backend) -> dict[str, object]:
+    """With arrays in the place of tensors, for which a device is waited for once; those of 16 bits stay tensors."""
+    found: list[torch.Tensor] = []
+    _each_tensor(dict(body), found.append)
+    arrays = iter(backend.download(*(tensor for tensor in found if tensor.dtype not in _HALVES)))
+    return {
+        name: _each_tensor(value, lambda tensor: tensor.cpu() if tensor.dtype in _HALVES else next(arrays))
+        for name, value in body.items()
+    }
+
+
+def _each_tensor(item: object, call: Callable[[torch.Tensor], object]) -> object:
+    """Plain data with what is called in the place of each of its tensors, in order."""
+    if isinstance(item, torch.Tensor):
+        return call(item)
+    if isinstance(item, dict):
+        return {name: _each_tensor(value, call) for name, value in item.items()}
+    return [_each_tensor(value, call) for value in item] if isinstance(item, list) else item
 
 
 def _named(adapter: Adapter) -> dict[str, object]:
@@ -283,7 +360,7 @@ def _named(adapter: Adapter) -> dict[str, object]:
 
 
 def _described(batch: ForwardBatch) -> dict[str, object]:
-    """A batch as plain data; states that share their metadata share it on the other side too."""
+    """A batch as plain data and tensors; states that share their metadata share it on the other side too."""
     if batch.inputs_embeds is not None or batch.extensions:
         _refuse("a step with embeddings or of a platform's own form", "they are not sent to other processes")
     known: dict[int, int] = {}
@@ -293,12 +370,13 @@ def _described(batch: ForwardBatch) -> dict[str, object]:
             known[id(metadata)] = len(groups)
             groups.append(_of_attention(metadata) if isinstance(metadata, AttentionMetadata) else _of_slots(metadata))
     return {
-        "input_ids": _array(batch.input_ids),
-        "positions": _array(batch.positions),
+        "input_ids": batch.input_ids,
+        "positions": batch.positions,
         "groups": groups,
         "group_of_state": [known[id(metadata)] for metadata in batch.metadata],
-        "adapter_ids": _array(batch.adapter_ids),
-        "token_types": _array(batch.token_types),
+        "adapter_ids": batch.adapter_ids,
+        "token_types": batch.token_types,
+        "num_logits": len(batch.logits_indices),
         "images": None if batch.images is None else _of_images(batch.images),
     }
 
@@ -306,39 +384,38 @@ def _described(batch: ForwardBatch) -> dict[str, object]:
 def _of_images(images: ImageTokens) -> dict[str, object]:
     """Features are rank 0's, whose vision tower makes them."""
     return {
-        "indices": _array(images.indices),
-        "rows": _array(images.rows),
-        "deep": [_array(rows) for rows in images.deep],
-        "both_ways": _array(images.both_ways),
+        "indices": images.indices,
+        "rows": images.rows,
+        "deep": list(images.deep),
+        "both_ways": images.both_ways,
         "metadata": [None if group is None else _of_attention(group) for group in images.metadata],
     }
 
 
 def _of_attention(metadata: AttentionMetadata) -> dict[str, object]:
     return {
-        "block_table": _array(metadata.block_table),
-        "slot_mapping": _array(metadata.slot_mapping),
-        "query_start_loc": _array(metadata.query_start_loc),
-        "seq_lens": _array(metadata.seq_lens),
+        "block_table": metadata.block_table,
+        "slot_mapping": metadata.slot_mapping,
+        "query_start_loc": metadata.query_start_loc,
+        "seq_lens": metadata.seq_lens,
         "block_size": metadata.block_size,
     }
 
 
 def _of_slots(metadata: RecurrentMetadata) -> dict[str, object]:
     return {
-        "slots": _array(metadata.slots),
-        "query_start_loc": _array(metadata.query_start_loc),
-        "seq_lens": _array(metadata.seq_lens),
-        "stored": _array(metadata.stored),
+        "slots": metadata.slots,
+        "query_start_loc": metadata.query_start_loc,
+        "seq_lens": metadata.seq_lens,
+        "stored": metadata.stored,
     }
 
 
-class FollowingRunner(ModelRunner):
+class FollowingRunner(RankRunner):
     """A rank above 0: it has no batch of its own, and computes what rank 0 tells it to."""
 
     def __init__(self, platform: Platform, tp: TensorParallel) -> None:
-        super().__init__(platform)
-        self.tp = tp
+        super().__init__(platform, tp)
         self._recurrent: RecurrentMetadata | None = None  # of the last forward
 
     def follow(self, connection: Connection) -> NoReturn:
@@ -349,16 +426,18 @@ class FollowingRunner(ModelRunner):
                 if message is None:
                     continue
                 if message.kind == "settle":
+                    self._forget_recorded()
                     connection.send("settled")
                     continue
                 try:
                     self._do(message.kind, message.body)
                 except RankError:
                     continue  # rank 0 says what comes next
-        except BaseException:
+        finally:
+            self.recorded = None
             if self.tp.communicator is not None:
                 self.tp.communicator.abort()  # no other rank is to wait for this one
-            raise
+                self.tp.communicator.close()
 
     def _do(self, kind: str, body: object) -> None:
         with library_defaults(self.plan.config.num_threads), self.platform.inference_mode():
@@ -374,19 +453,15 @@ class FollowingRunner(ModelRunner):
             commands[kind](body)
 
     def _forward_of(self, body: Body) -> None:
-        batch = self._batch(body)
-        recorded = self.recorded
-        if not body["is_replayed"]:
-            self.recorded = None
-        try:
-            self.forward(batch)
-        finally:
-            self.recorded = recorded
+        with self._recording(body["is_replayed"]):
+            self.forward(self._batch(body))
 
     def _logits_of_lead(self, body: Body) -> None:
         """Of hidden states that rank 0 has."""
         rows, width = body["shape"]
-        hidden = self.tp.all_gather(torch.zeros(rows, width))[:, :width].contiguous()
+        dtype = getattr(torch, body["dtype"].removeprefix("torch."))
+        own = torch.zeros(rows, width, dtype=dtype, device=self.platform.device)
+        hidden = self.tp.all_gather(own)[:, :width].contiguous()
         if self.adapters is None:
             self.compute_logits(hidden)
             return
@@ -400,8 +475,8 @@ class FollowingRunner(ModelRunner):
         self._recurrent = recurrent
         self.model.mtp(self.model.embed(batch.input_ids), self._upload(body["hidden"]), batch)
 
-    def _embed_of(self, input_ids: np.ndarray) -> None:
-        self.model.embed(self._upload(input_ids))
+    def _embed_of(self, body: Body) -> None:
+        self.model.embed(self._upload(body["input_ids"]))
 
     def _store_accepted(self, accepted: list[int]) -> None:
         if self._recurrent is None:
@@ -422,7 +497,7 @@ class FollowingRunner(ModelRunner):
             self._upload(body["positions"]),
             [groups[index] for index in body["group_of_state"]],
             self.states,
-            torch.empty(0, dtype=torch.int64),
+            torch.empty(body["num_logits"], dtype=torch.int64),  # of which only the number is read
             adapter_ids=None if body["adapter_ids"] is None else self._upload(body["adapter_ids"]),
             token_types=None if body["token_types"] is None else self._upload(body["token_types"]),
             images=None if body["images"] is None else self._images(body["images"]),
@@ -468,5 +543,5 @@ class FollowingRunner(ModelRunner):
             metadata.host = StateNumbers(slots.tolist(), starts.tolist(), metadata.seq_lens_list, None, listed)
         return metadata
 
-    def _upload(self, array: np.ndarray) -> torch.Tensor:
-        return self.backend.upload(array)
+    def _upload(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
+        return self.backend.upload(values) if isinstance(values, np.ndarray) else values.to(self.platform.device)

@@ -52,7 +52,7 @@ from llm.setup.plan import (
     with_reasons,
     with_sampling_defaults,
 )
-from llm.setup.ranks import check_ranks, start_ranks
+from llm.setup.ranks import check_ranks, memory_of_rank, place_ranks, reasons_of_ranks, start_ranks
 
 # Texts of calibration="auto".
 _WRITTEN_AT_ONCE = 8
@@ -89,7 +89,8 @@ def build_engine(args: LLMArgs, shared_weights: int | None = None) -> BuiltEngin
     if places:
         check_replicated(args)
     with times.phase("read config"):
-        platform, platform_reason, asked = *select_platform(args.device), args
+        devices = place_ranks(args, places)
+        platform, platform_reason, asked = select_platform(devices[0])[0], select_platform(args.device)[1], args
         load_general_plugins()
         args = let_platform_update(platform, args)
         check_ranks(args, platform)
@@ -117,6 +118,8 @@ def build_engine(args: LLMArgs, shared_weights: int | None = None) -> BuiltEngin
                 sources.append(head.source)
                 _check_quantization(heading, head, platform)
             free, weights = None if shared_weights is None else ANY_MEMORY, 0
+            if free is None and not places:
+                free = memory_of_rank(platform, devices)
             if places:
                 weights = weight_bytes_in_memory(args, model, platform)
                 free = memory_of_one(platform, places, platform.memory_free(), weights)
@@ -126,6 +129,7 @@ def build_engine(args: LLMArgs, shared_weights: int | None = None) -> BuiltEngin
             plan = replace(plan, merge_lora=merged_adapter(args, model), shared_weights=shared_weights)
             plan = with_sampling_defaults(plan, defaults)
             plan = with_reasons(plan, {"device": platform_reason, **reasons_of_update(platform, asked, args)})
+            plan = with_reasons(plan, reasons_of_ranks(platform, devices))
             if not places and plan.tp_size == 1 and platform.device_type == "cpu":
                 threads = plan.config.reasons["num_threads"] + of_nodes(args.num_threads)
                 plan = with_reasons(plan, {"num_threads": threads})
@@ -141,7 +145,7 @@ def build_engine(args: LLMArgs, shared_weights: int | None = None) -> BuiltEngin
             engine, plan, seconds = start_replicas(args, plan, platform, places, weights, tokenizer, eos)
             times.add(seconds)
             return BuiltEngine(engine, plan, defaults, times)
-        runner = make_runner(platform) if plan.tp_size == 1 else start_ranks(args, plan, platform)
+        runner = make_runner(platform) if plan.tp_size == 1 else start_ranks(args, plan, platform, devices)
         loaded = runner.load(plan)
         times.add(loaded.seconds)
     finally:

@@ -109,7 +109,7 @@ def make_plan(
     reasons |= memory.reasons | _reasons(args, model, dtypes, compilation, backend) | {"kv_cache_dtype": why}
     _add_notes(reasons, args, model, memory)
     speculation = choose_speculation(args, specs, backend, reasons)
-    ahead, reasons["async_scheduling"] = _async_scheduling(args, model, platform, speculation)
+    ahead, reasons["async_scheduling"] = _async_scheduling(args, model, platform, speculation, tp)
     config = EngineConfig(
         _model_config(args, model, dtypes, memory.max_model_len, _seed(args, reasons)),
         _cache_config(args, memory, kv_dtype),
@@ -142,19 +142,24 @@ def make_plan(
         rank=tp.rank,
         tp_size=tp.size,
         device_index=platform.index,
-        measures_cache=backend.device.type != "cpu" and args.kv_cache_memory_bytes is None and model.pooling is None,
+        measures_cache=backend.device.type != "cpu"
+        and args.kv_cache_memory_bytes is None
+        and model.pooling is None
+        and tp.size == 1,  # the other ranks are told the size before they load
         pooling=model.pooling,
     )
 
 
 def _async_scheduling(
-    args: LLMArgs, model: ReadModel, platform: Platform, speculation: SpeculativeConfig | None
+    args: LLMArgs, model: ReadModel, platform: Platform, speculation: SpeculativeConfig | None, tp: TensorParallel
 ) -> tuple[bool, str]:
     """(whether a device starts steps before the host has read the tokens of those before, why)."""
     if platform.device.type == "cpu":
         return False, "a CPU computes nothing while the host goes on"
     if args.async_scheduling is False:
         return False, "asked for"
+    if tp.size > 1:
+        return False, "the other ranks are told the tokens, which the host has to read for that"
     if model.pooling is not None or speculation is not None:
         return False, "the next step depends on this one's results"
     return True, "a step is started before the tokens of the one before are read, where it needs nothing else of them"

@@ -53,7 +53,7 @@ from llm.setup.extensions import let_platform_update, without_broken_platforms
 from llm.setup.memory import ModelSizes
 from llm.setup.model_folder import ReadModel, check_supported, read_model
 from llm.setup.plan import make_plan, weight_bytes_in_memory
-from llm.setup.ranks import check_ranks
+from llm.setup.ranks import check_ranks, memory_of_rank, place_ranks
 
 # Lengths that the table of sequences has, besides the longest.
 _LENGTHS = (512, 2048, 8192, 32768)
@@ -199,9 +199,11 @@ def preview(args: LLMArgs, rates: Rates | None) -> ModelPlan:
 
 
 def _preview(args: LLMArgs, rates: Rates | None) -> ModelPlan:
-    platform = select_platform(args.device)[0]
+    places = placements(args)
+    devices = place_ranks(args, places)
+    platform = select_platform(devices[0])[0]
     load_general_plugins()
-    free, places = platform.memory_free(), placements(args)
+    free = memory_of_rank(platform, devices) or platform.memory_free()
     model = read_model(let_platform_update(platform, args))
     try:
         if places:

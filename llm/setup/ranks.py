@@ -8,6 +8,7 @@ sent to it.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from llm.config.engine import CacheConfig, LLMArgs, SchedulerConfig, Speculative
 from llm.engine.boundary import RunnerPlan
 from llm.errors import LLMError, ValidationError
 from llm.kernels.select import backend_for
-from llm.layers.parallel import Rendezvous, communicator_cls, tensor_parallel
+from llm.layers.communicators import communicator_cls
+from llm.layers.parallel import Communicator, Rendezvous, TensorParallel
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
+from llm.replicas.placement import Placement, device_count
 from llm.runner.ranks import FollowingRunner, LeadRunner, RankGroup
 from llm.setup.extensions import let_platform_update
 from llm.setup.memory import ANY_MEMORY, merged_adapter
@@ -40,12 +43,14 @@ class RankArgs:
     Attributes:
         args: with what rank 0 has decided.
         size: of the group.
+        shares_device: some ranks of it are on one device.
         folder, seconds: of its `Rendezvous`.
         knows: what rank 0 has registered, by what it is.
     """
 
     args: LLMArgs
     size: int
+    shares_device: bool
     folder: Path
     seconds: float
     cache: CacheConfig
@@ -64,13 +69,50 @@ _OF_LEAD = (
 )
 
 
+def place_ranks(args: LLMArgs, places: Sequence[Placement]) -> tuple[str, ...]:
+    """The device of each rank of this process, as `LLM(device=)` takes it: those that the user gave, or that of
+    `device` and the next ones. With replicas there are none here.
+
+    Raises:
+        ValidationError: there are not so many devices, or they are of several kinds.
+    """
+    size, devices = args.tensor_parallel_size, args.devices
+    if size == 1 or places:
+        return (args.device,)
+    if isinstance(devices, Sequence) and devices != "all":
+        if len({select_platform(str(device))[0].name for device in devices}) > 1:
+            refuse("devices", devices, "of one kind with tensor_parallel_size: others have other bits")
+        return tuple(map(str, devices))
+    platform, _ = select_platform(args.device)
+    if platform.device_type == "cpu":
+        return (platform.name,) * size
+    count, first = device_count(platform), platform.index
+    if first + size > count:
+        raise ValidationError(
+            f"tensor_parallel_size={size} needs as many devices, from {platform.name}:{first} on, and there are "
+            f"{count}; devices={[f'{platform.name}:{first}'] * size} puts all ranks on one.",
+            parameter="tensor_parallel_size",
+            value=size,
+        )
+    return tuple(f"{platform.name}:{first + rank}" for rank in range(size))
+
+
+def memory_of_rank(platform: Platform, devices: Sequence[str]) -> int | None:
+    """Bytes that a rank plans with where several are on one device; None: those that are free there."""
+    sharing = _most_on_one(devices)
+    return None if sharing == 1 or platform.device_type == "cpu" else platform.memory_free() // sharing
+
+
+def _most_on_one(devices: Sequence[str]) -> int:
+    return max(map(devices.count, devices))
+
+
 def check_ranks(args: LLMArgs, platform: Platform) -> None:
     """Raise `ValidationError` for arguments that several ranks cannot follow; before anything is read."""
     if args.tensor_parallel_size == 1:
         return
     if not system.deletes_open_files():
         refuse("tensor_parallel_size", args.tensor_parallel_size, "1 on Windows; data_parallel_size works there")
-    communicator_cls(platform)
     if platform.get_model_runner_cls() != Platform().get_model_runner_cls():
         why = f"1 on {platform.name}, whose model runner is its own"
         refuse("tensor_parallel_size", args.tensor_parallel_size, why)
@@ -82,8 +124,23 @@ def check_ranks(args: LLMArgs, platform: Platform) -> None:
         refuse("calibration", args.calibration, "left out with tensor_parallel_size")
 
 
-def start_ranks(args: LLMArgs, plan: RunnerPlan, platform: Platform) -> LeadRunner:
+def _communicator_cls(platform: Platform, devices: Sequence[str]) -> type[Communicator]:
+    return communicator_cls(platform, shares_device=_most_on_one(devices) > 1)
+
+
+def reasons_of_ranks(platform: Platform, devices: Sequence[str]) -> dict[str, str]:
+    """For the config."""
+    if len(devices) == 1:
+        return {}
+    where = "" if platform.device_type == "cpu" else f"on {', '.join(devices)}; "
+    return {"tensor_parallel_size": f"{where}they gather through {_communicator_cls(platform, devices).medium}"}
+
+
+def start_ranks(args: LLMArgs, plan: RunnerPlan, platform: Platform, devices: Sequence[str]) -> LeadRunner:
     """Rank 0, and the processes of the others, which begin to load.
+
+    Args:
+        devices: of `place_ranks`.
 
     Raises:
         LLMError: the system starts no process.
@@ -94,14 +151,12 @@ def start_ranks(args: LLMArgs, plan: RunnerPlan, platform: Platform) -> LeadRunn
     try:
         seconds = env.get_seconds("LLM_WORKER_TIMEOUT", 300.0)
         rendezvous = Rendezvous(Path(folder.name), seconds)
-        tp = tensor_parallel(platform, 0, size, rendezvous)
-        sent = _rank_args(args, plan, platform, rendezvous)
-        if tp.communicator is None:
-            raise LLMError("a group of ranks has no communicator.")
+        communicator = _communicator_cls(platform, devices)(0, size, rendezvous, platform)
         for rank in range(1, size):
             workers.append(WorkerProcess(__name__, rank, SCHEMA, name="rank", folder=folder.name))
-            workers[-1].send("open", sent)
-        return LeadRunner(platform, tp, RankGroup(workers, tp.communicator, folder.cleanup))
+            workers[-1].send("open", _rank_args(args, plan, devices, rank, rendezvous))
+        tp = TensorParallel(0, size, communicator)
+        return LeadRunner(platform, tp, RankGroup(workers, communicator, folder.cleanup))
     except BaseException:
         for worker in workers:
             worker.close()
@@ -114,7 +169,7 @@ def _memory_folder() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
-def _rank_args(args: LLMArgs, plan: RunnerPlan, platform: Platform, rendezvous: Rendezvous) -> RankArgs:
+def _rank_args(args: LLMArgs, plan: RunnerPlan, devices: Sequence[str], rank: int, rendezvous: Rendezvous) -> RankArgs:
     config, defaults = plan.config, LLMArgs(args.model)
     of_lead = {name: getattr(defaults, name) for name in _OF_LEAD}
     drafts = SpeculativeConfig.of(args.speculative_config)
@@ -122,13 +177,15 @@ def _rank_args(args: LLMArgs, plan: RunnerPlan, platform: Platform, rendezvous: 
     own = replace(
         args,
         **{**of_lead, "use_tqdm_on_load": False, "skip_tokenizer_init": True, "speculative_config": heads},
-        device=platform.name,
+        device=devices[rank],
         max_model_len=config.model_config.max_model_len,
         num_threads=config.num_threads,
         seed=config.model_config.seed,
     )
     of_caches = config.cache_config, config.scheduler_config
-    return RankArgs(own, plan.tp_size, rendezvous.folder, rendezvous.timeout_s, *of_caches, _known(plan))
+    shares_device = _most_on_one(devices) > 1
+    place = plan.tp_size, shares_device, rendezvous.folder, rendezvous.timeout_s
+    return RankArgs(own, *place, *of_caches, _known(plan))
 
 
 def _known(plan: RunnerPlan) -> dict[str, str]:
@@ -164,7 +221,9 @@ def _opened(given: RankArgs, rank: int) -> FollowingRunner:
     ).with_base_mode()
     model = read_model(args)
     try:
-        tp = tensor_parallel(platform, rank, given.size, Rendezvous(given.folder, given.seconds))
+        rendezvous = Rendezvous(given.folder, given.seconds)
+        communicator = communicator_cls(platform, given.shares_device)(rank, given.size, rendezvous, platform)
+        tp = TensorParallel(rank, given.size, communicator)
         plan = make_plan(args, model, platform, compilation, backend_for(platform), (), tp, free=ANY_MEMORY)
         for name, own in _known(plan).items():
             if own != given.knows[name]:

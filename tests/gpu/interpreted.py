@@ -71,6 +71,16 @@ def test_the_tiles_of_hopper_give_the_bits_of_other_tiles(kind: str, monkeypatch
         assert torch.equal(gemm.linear(x[:rows], weight), expected[:rows])
 
 
+def test_a_rank_sums_in_the_order_of_the_whole_matrix() -> None:
+    """Its part is narrower, and would be cut into more segments."""
+    x, outputs = torch.randn(3, 2048), 32 * launch.PROGRAMS
+    whole = replace(dict(check.weights(32, 2048))["bfloat16"], bias=None, outputs=outputs)
+    part = replace(whole, data=whole.data[16:], n=16)
+    expected = gemm.linear(x, whole)[:, 16:]
+    assert torch.equal(gemm.linear(x, part), expected)
+    assert not torch.equal(gemm.linear(x, replace(part, outputs=0)), expected)
+
+
 @pytest.mark.parametrize("kind", ["w4a16", "w4a16 with zeros", "w4a16 with minima", "w4a8 in two levels"])
 def test_a_weight_that_is_unpacked_once_gives_the_bits_of_tiles_that_unpack_it(
     kind: str, monkeypatch: pytest.MonkeyPatch

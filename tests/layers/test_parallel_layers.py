@@ -18,6 +18,7 @@ from torch import nn
 
 from llm.base.construction import constructing_for
 from llm.errors import LLMError, ValidationError
+from llm.layers.communicators import HostCommunicator, NcclCommunicator, communicator_cls
 from llm.layers.embedding import LogitsLayer, ParallelLMHead, VocabParallelEmbedding, VocabShard, gathered_columns
 from llm.layers.linear import (
     ColumnParallelLinear,
@@ -27,7 +28,7 @@ from llm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from llm.layers.parallel import Communicator, TensorParallel, tensor_parallel
+from llm.layers.parallel import Communicator, TensorParallel
 from llm.platforms.cpu import CpuPlatform
 from llm.platforms.interface import Platform
 
@@ -357,14 +358,21 @@ class Connected(CpuPlatform):
         return f"{__name__}.Doubling"
 
 
+class Nccl(Platform):
+    def get_communicator_cls(self) -> str:
+        return "llm.layers.communicators.NcclCommunicator"
+
+
 def test_a_group_has_the_communicator_of_its_platform() -> None:
-    tp = tensor_parallel(Connected(), 1, 2, NOWHERE)
-    assert (tp.rank, tp.size) == (1, 2) and isinstance(tp.communicator, Doubling)
+    kind = communicator_cls(Connected(), shares_device=True)
+    assert kind is Doubling
+    tp = TensorParallel(1, 2, kind(1, 2, NOWHERE, Connected()))
     assert tp.all_gather(torch.ones(1)).tolist() == [1, 1]
     rows = torch.arange(6.0).view(3, 2)
     assert torch.equal(tp.pick(rows, torch.tensor([1, 0, 1])), rows)
-    with pytest.raises(ValidationError, match="there is no communicator"):
-        tensor_parallel(Platform(), 0, 2, NOWHERE)
+    # Of devices between which nothing is known to go; NCCL serves one rank on each.
+    assert communicator_cls(Platform()) is communicator_cls(Nccl(), shares_device=True) is HostCommunicator
+    assert communicator_cls(Nccl()) is NcclCommunicator
 
 
 def test_a_group_without_a_communicator_does_not_pretend() -> None:

@@ -17,14 +17,15 @@ from llm.workers.process import WorkerProcess
 class KeptProcesses:
     """Processes by rank: an `LLM` gets one that no other has."""
 
-    def __init__(self) -> None:
+    def __init__(self, role: str) -> None:
+        self._role = role
         self._free: dict[int, list[WorkerProcess]] = {}
 
     def worker(self, role: str, rank: int, schema: object, **options: Any) -> KeptWorker:
         """In the place of `WorkerProcess`."""
         assert role == "llm.setup.ranks" and set(options) == {"name", "folder"}
         free = self._free.setdefault(rank, [])
-        process = free.pop() if free else WorkerProcess("ranks.kept_role", rank, SCHEMA, name="rank")
+        process = free.pop() if free else WorkerProcess(self._role, rank, SCHEMA, name="rank")
         return KeptWorker(process, free)
 
     def close(self) -> None:
@@ -56,9 +57,9 @@ class KeptWorker:
 
 
 @contextmanager
-def kept_ranks() -> Iterator[None]:
+def kept_ranks(role: str = "ranks.kept_role") -> Iterator[None]:
     """Every `LLM` that is opened inside has its ranks in these processes."""
-    processes = KeptProcesses()
+    processes = KeptProcesses(role)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llm.setup.ranks.WorkerProcess", processes.worker)
         try:

@@ -26,7 +26,7 @@ from workers.test_workers import is_gone
 from llm import LLM, Capture, Intervention, RankError, SamplingParams, ValidationError, WorkerDiedError
 from llm.errors import CheckpointError
 from llm.inputs import LoRARequest
-from llm.layers.parallel import SharedMemoryCommunicator
+from llm.layers.communicators import SharedMemoryCommunicator
 from llm.loading.adapters.targets import LayerTarget
 from llm.runner.model_runner import ModelRunner
 from llm.sampling_params import StructuredOutputsParams

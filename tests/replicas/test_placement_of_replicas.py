@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kernel_sets import needs_kernels
 
+import llm.platforms
 from llm import LLM
 from llm.base import system
 from llm.config.engine import LLMArgs
 from llm.errors import ValidationError
 from llm.platforms.cpu import CpuPlatform
+from llm.platforms.interface import PlatformEnum
 from llm.replicas.placement import Placement, node_of, numa_nodes, of_nodes, placements, shown
 from llm.replicas.start import memory_of_one, shared_by
+from llm.setup.ranks import place_ranks
 
 
 def places(root: Path = Path("/"), **options: object) -> list[Placement]:
@@ -49,6 +53,60 @@ def test_processors_are_shared_out(eight_cores: Path) -> None:
     # More replicas than processors: they take turns.
     assert places(data_parallel_size=9) == [Placement("cpu", None, 1)] * 9
     assert str(places(data_parallel_size=2)[0]) == "cpu, processors 0-3, 4 threads"
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices "many:0" to "many:3"."""
+
+    class Many(CpuPlatform):
+        name, device_type, kind = "many", "many", PlatformEnum.OOT
+
+        def torch_module(self) -> SimpleNamespace:
+            return SimpleNamespace(device_count=lambda: 4)
+
+    monkeypatch.setattr(llm.platforms, "BUILTIN", (*llm.platforms.BUILTIN, Many))
+
+
+def on_many(**options: object) -> list[tuple[str, ...]]:
+    """The devices of each replica, or () and those of the ranks of this process."""
+    args = LLMArgs("model", **{"device": "many", **options})  # type: ignore[arg-type]
+    found = placements(args)
+    return [place.devices or (place.device,) for place in found] or [(), place_ranks(args, found)]
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [
+        ({"tensor_parallel_size": 2}, [(), ("many:0", "many:1")]),
+        ({"tensor_parallel_size": 2, "device": "many:2"}, [(), ("many:2", "many:3")]),
+        ({"tensor_parallel_size": 2, "devices": ["many:3", "many:1"]}, [(), ("many:3", "many:1")]),
+        ({"tensor_parallel_size": 2, "devices": ["many:1", "many:1"]}, [(), ("many:1", "many:1")]),
+        ({"tensor_parallel_size": 2, "devices": "all"}, [("many:0", "many:1"), ("many:2", "many:3")]),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, [("many:0", "many:1"), ("many:2", "many:3")]),
+        ({"tensor_parallel_size": 3, "devices": "all"}, [(), ("many:0", "many:1", "many:2")]),
+        ({"data_parallel_size": 2}, [("many:0",), ("many:1",)]),
+        ({"devices": ["many:2"]}, [("many:2",)]),
+        ({"device": "cpu", "tensor_parallel_size": 2}, [(), ("cpu", "cpu")]),
+    ],
+)
+def test_ranks_have_a_device_each(four_gpus: None, options: dict[str, object], devices: list[tuple[str, ...]]) -> None:
+    assert on_many(**options) == devices
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 5}, r"needs as many devices, from many:0 on, and there are 4; devices="),
+        ({"tensor_parallel_size": 2, "device": "many:3"}, r"from many:3 on, and there are 4"),
+        ({"tensor_parallel_size": 2, "devices": ["many:0"] * 3}, "a multiple of tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 2, "devices": ["many:0", "cpu:0"]}, "of one kind"),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 3}, "at most 2: there are 4 devices many for groups of 2"),
+    ],
+)
+def test_devices_that_ranks_cannot_have(four_gpus: None, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        on_many(**options)
 
 
 def test_nodes_have_a_replica_each(eight_cores: Path) -> None:
