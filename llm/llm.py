@@ -726,6 +726,7 @@ class LLM:
         lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         instruction: str | None = None,
+        chat_template: str | Path | None = None,
     ) -> PoolingRequestOutputs[ScoringRequestOutput]:
         """How well two texts fit each other; `.to_numpy()` of the result is float32 [pairs].
 
@@ -736,11 +737,13 @@ class LLM:
                 `{"content": [part, ...]}` with texts, images and videos, as in conversations, or prompts with images.
             data_2: texts, or such.
             instruction: of a Qwen3 or Qwen3-VL reranker, what makes a document fit.
+            chat_template: of a classifier, how it is asked in words: a template of messages with the roles "query",
+                "document" and, with an instruction, "system".
 
         Further arguments and errors are those of `embed`.
         """
         call = PoolingCall(self, pooling_params, use_tqdm, lora_request, tokenization_kwargs)
-        return call.score(data_1, data_2, instruction)
+        return call.score(data_1, data_2, instruction, chat_template)
 
     @known_names("LLM.rerank")
     def rerank(
@@ -754,6 +757,7 @@ class LLM:
         lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         instruction: str | None = None,
+        chat_template: str | Path | None = None,
     ) -> list[RerankResult]:
         """The documents by `score`, the best first; of equal ones the earlier.
 
@@ -765,7 +769,7 @@ class LLM:
         if top_n is not None:
             check_integer("top_n", top_n, 1)
         call = PoolingCall(self, pooling_params, use_tqdm, lora_request, tokenization_kwargs)
-        return call.rerank(query, documents, top_n, instruction)
+        return call.rerank(query, documents, top_n, instruction, chat_template)
 
     @known_names("LLM.beam_search")
     def beam_search(

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import numpy as np
 import torch
 
-from llm.base.checks import check_choice
+from llm.base.checks import check_choice, refuse
 from llm.calls.arguments import LoRARequests, give_adapters, requests_per_row
 from llm.calls.chat import ChatPrompt
 from llm.engine.boundary import QWEN3_VL_RERANKER, PoolingPlan
@@ -19,6 +20,7 @@ from llm.engine.engine import Engine
 from llm.engine.interrupt import InterruptGuard
 from llm.engine.output import PromptState
 from llm.engine.pooling_rows import BY_TOKEN, PoolingRows, Prefix, Scored, pair_prompts, pair_texts, scored_key
+from llm.engine.preprocess import rendered
 from llm.engine.progress import Progress, check_use_tqdm
 from llm.engine.rows import Row
 from llm.errors import GenerationInterrupted, ValidationError
@@ -117,9 +119,9 @@ class PoolingCall:
         elif isinstance(prompt, ScoredText):
             [row] = self._texts(maker, [prompt.text], Prefix(None, ""))
         elif isinstance(prompt, ChatPrompt):
-            [rendered] = prompt.options.prompts(self.llm._preprocessor, prompt.messages)
-            preprocessor, options = self.llm._preprocessor, prompt.options.mm_processor_kwargs
-            given = preprocessor.with_processor_options([rendered], options)
+            preprocessor, options = self.llm._preprocessor, prompt.options
+            asked = options.prompts(preprocessor, prompt.messages)
+            given = preprocessor.with_processor_options(asked, options.mm_processor_kwargs)
             [row] = self._texts(maker, given, by_token=self._is_by_token(plan, pooling_task))
         else:
             [row] = self._texts(maker, [prompt], by_token=self._is_by_token(plan, pooling_task))
@@ -129,12 +131,14 @@ class PoolingCall:
         return self._run("classify", lambda rows: self._texts(rows, prompts), _data)
 
     def score(
-        self, data_1: object, data_2: object, instruction: str | None
+        self, data_1: object, data_2: object, instruction: str | None, chat_template: str | Path | None
     ) -> PoolingRequestOutputs[ScoringRequestOutput]:
         if self._plan(None).task == "embed":
+            if chat_template is not None:
+                refuse("chat_template", chat_template, "None for a model of vectors, which reads each text by itself")
             return self._cosines(pair_prompts(data_1, data_2))
         plan, pairs = self._scores(), pair_prompts(data_1, data_2)
-        return self._run("classify", lambda rows: self._pairs(rows, plan, pairs, instruction), _score)
+        return self._run("classify", lambda rows: self._pairs(rows, plan, pairs, instruction, chat_template), _score)
 
     def _scores(self) -> PoolingPlan:
         """The plan of a classifier of one class; raises `ValidationError` for another model."""
@@ -148,18 +152,37 @@ class PoolingCall:
         return plan
 
     def _pairs(
-        self, rows: PoolingRows, plan: PoolingPlan, pairs: Sequence[tuple[Scored, Scored]], instruction: str | None
+        self,
+        rows: PoolingRows,
+        plan: PoolingPlan,
+        pairs: Sequence[tuple[Scored, Scored]],
+        instruction: str | None,
+        chat_template: str | Path | None = None,
     ) -> list[Row]:
-        if not plan.recipe:
-            return rows.pairs(pair_texts(pairs), self.params, self.tokenization_kwargs)
         ask = partial(asked_text, plan.recipe, instruction)
+        if chat_template is not None:
+            ask = partial(self._rendered, chat_template, instruction)
+        elif not plan.recipe:
+            return rows.pairs(pair_texts(pairs), self.params, self.tokenization_kwargs)
         return rows.whole([rows.in_words(pair, ask) for pair in pairs], self.params, self.tokenization_kwargs)
 
+    def _rendered(self, chat_template: str | Path, instruction: str | None, query: str, document: str) -> str:
+        """vLLM's score template: messages of the roles "query" and "document", and of an instruction "system"."""
+        said = [] if instruction is None else [("system", instruction)]
+        messages = [{"role": role, "content": text} for role, text in (*said, ("query", query), ("document", document))]
+        [text] = rendered(self.llm._preprocessor.tokenizer, messages, {"chat_template": chat_template}, {})
+        return text
+
     def rerank(
-        self, query: Scored, documents: Sequence[Scored], top_n: int | None, instruction: str | None
+        self,
+        query: Scored,
+        documents: Sequence[Scored],
+        top_n: int | None,
+        instruction: str | None,
+        chat_template: str | Path | None,
     ) -> list[RerankResult]:
         pairs = pair_prompts(query, documents)
-        outputs = self.score(query, documents, instruction)
+        outputs = self.score(query, documents, instruction, chat_template)
         found = [
             RerankResult(index, document, output.outputs.score)
             for index, ((_, document), output) in enumerate(zip(pairs, outputs, strict=True))

@@ -257,7 +257,8 @@ def pair_texts(pairs: Sequence[tuple[Scored, Scored]]) -> list[tuple[str, str]]:
     for left, right in pairs:
         if not isinstance(left, str) or not isinstance(right, str):
             raise bad_picture(
-                "images are scored by models of vectors and by Qwen3-VL rerankers; call classify with whole prompts"
+                "images are scored by models of vectors and by Qwen3-VL rerankers, of others with chat_template; or "
+                "call classify with whole prompts"
             )
     return list(pairs)  # type: ignore[arg-type]
 
@@ -293,10 +294,21 @@ def _scored(name: str, value: object) -> list[Scored]:
             unknown = next((key for key in item if key != "content"), None)
             if unknown is not None:
                 refuse(name, unknown, "a text, or {'content': parts} without other keys")
-            found.append(item)
+            found.append(_text_alone(item["content"]) or item)
             continue
         text = item.get("prompt") if isinstance(item, Mapping) else item
         if not isinstance(text, str):
             refuse(name, type(item).__name__, "a text or a list of texts, or of {'content': parts}")
         found.append(item if isinstance(item, Mapping) and item.get("multi_modal_data") is not None else text)
     return found
+
+
+def _text_alone(parts: object) -> str | None:
+    """The text of a content that has texts alone, as `content_prompt` joins them; None: it has other parts."""
+    if isinstance(parts, str):
+        return parts
+    listed = parts if isinstance(parts, list | tuple) else ()
+    texts = [part.get("text") for part in listed if isinstance(part, Mapping) and part.get("type") == "text"]
+    if len(texts) != len(listed) or not all(isinstance(text, str) for text in texts):
+        return None
+    return "\n".join(map(str, texts))

@@ -185,7 +185,7 @@ def cell_videos(value: object, folder: Path, limits: MediaLimits) -> list[Frames
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with contextlib.suppress(ValueError):
             value = json.loads(value)
-    if isinstance(value, str):
+    if isinstance(value, str) and value[:5].lower() == "data:":
         return [frames_of_url(value, limits)]
     if isinstance(value, Mapping) and "video" in value:
         unknown = next((key for key, own in value.items() if key not in VIDEO_KEYS and own is not None), None)
@@ -197,7 +197,8 @@ def cell_videos(value: object, folder: Path, limits: MediaLimits) -> list[Frames
         metadata = value.get("metadata")
         return found if metadata is None else [Frames(found[0].sources, metadata)]
     if not isinstance(value, list | tuple):
-        raise bad_picture(f"a video must be the list of its frames, got {type(value).__name__}; {NO_FILES}")
+        got = show(clip(value, 60)) if isinstance(value, str) else type(value).__name__
+        raise bad_picture(f"a video must be the list of its frames, got {got}; {NO_FILES}")
     if value and all(map(_is_cell_of_video, value)):
         return [video for item in value for video in cell_videos(item, folder, limits)]
     _check_count(len(value), limits)

@@ -132,7 +132,7 @@ def test_a_column_has_videos(llm: LLM, clip: Path, tmp_path: Path) -> None:
     assert summary.num_errors == len(bad) and [row["clip"] for row in found] == cells
     said = (
         *("frame 1: the image cannot be decoded", "No such file", "one size, have 53x37 and 20x90", "frames, got none"),
-        *("frame 1: it must be one image", "files of videos are not read", "no key 'fsp'", "got 'fps'"),
+        *("frame 1: it must be one image", "got 'clip.mp4'; files of videos", "no key 'fsp'", "got 'fps'"),
         *("must be data:video/jpeg;base64,FRAME", "got int"),
     )
     for row, part in zip(found[6:], said, strict=True):

@@ -110,6 +110,24 @@ def test_a_reranker_reads_pictures_and_videos(reranker: tuple[LLM, Any]) -> None
     assert pictured.to_numpy().tolist() != alone[:2]
 
 
+def test_a_template_asks_in_words(reranker: tuple[LLM, Any]) -> None:
+    """vLLM's of this model has the scores of the text that is built in."""
+    llm, _ = reranker
+
+    def of(role: str) -> str:
+        return f"messages | selectattr('role', 'eq', '{role}') | map(attribute='content') | first"
+
+    said = f"<Instruct>: {{{{ {of('system')} | default('{INSTRUCTION}') }}}}<Query>:{{{{ {of('query')} }}}}"
+    template = f"{SYSTEM}{said}\n<Document>:{{{{ {of('document')} }}}}<|im_end|>\n<|im_start|>assistant\n\n"
+    for instruction in (None, "else"):
+        expected = llm.score("what", DOCUMENTS, instruction=instruction, use_tqdm=False)
+        found = llm.score("what", DOCUMENTS, instruction=instruction, chat_template=template, use_tqdm=False)
+        assert found.to_numpy().tolist() == expected.to_numpy().tolist()
+    other = llm.rerank("what", DOCUMENTS, chat_template=template.replace("<Query>", "<Q>"), use_tqdm=False)
+    scores = {one.index: one.relevance_score for one in other}
+    assert [scores[place] for place in range(len(DOCUMENTS))] != expected.to_numpy().tolist()
+
+
 @pytest.mark.parametrize(
     ("document", "said"),
     [
@@ -131,8 +149,15 @@ def test_a_mistake_is_one_sentence(reranker: tuple[LLM, Any], document: object, 
 def test_a_classifier_of_pairs_of_texts_says_what_reads_pictures(tmp_path: Path) -> None:
     images.write_classifier("gemma3", tmp_path, "Gemma3ForSequenceClassification", 1)
     with LLM(tmp_path, use_tqdm_on_load=False) as llm:
-        with pytest.raises(ValidationError, match="Qwen3-VL rerankers; call classify with whole prompts"):
+        with pytest.raises(ValidationError, match="of others with chat_template; or call classify with whole prompts"):
             llm.score("what", content(pil(PICTURE)), use_tqdm=False)
+        (joined,) = llm.score("what", content("a", "b"), use_tqdm=False)
+        assert joined.outputs.score == llm.score("what", "a\nb", use_tqdm=False)[0].outputs.score
+        mark, template = images.wrapped("gemma3"), "{{ messages[0].content }}|{{ messages[1].content }}"
+        found = llm.score("what", content(pil(PICTURE)), chat_template=template, use_tqdm=False)
+        prompt = {"prompt": f"what|{mark}", "multi_modal_data": {"image": PICTURE}}
+        whole = llm.classify(prompt, tokenization_kwargs={"add_special_tokens": False}, use_tqdm=False)
+        assert found[0].outputs.score == whole[0].outputs.probs[0]
         assert 0 < llm.classify(images.asked("gemma3")[1], use_tqdm=False)[0].outputs.probs[0] < 1
 
 
@@ -240,6 +265,8 @@ def test_vectors_of_conversations(embedder: LLM, tmp_path: Path) -> None:
         assert asked["data"][0]["embedding"] != vector
         small = {**body, "mm_processor_kwargs": {"size": {"longest_edge": 32}}}
         assert client.post("/v1/embeddings", json=small).json()["usage"] != found["usage"]
+        with pytest.raises(ValidationError, match="chat_template must be None for a model of vectors"):
+            embedder.score("what", "a", chat_template="{{ messages }}", use_tqdm=False)
         pair = {"text_1": "what", "text_2": content(image_part(PICTURE))}
         (score,) = client.post("/score", json=pair).json()["data"]
         assert score["score"] == embedder.score("what", content(pil(PICTURE)), use_tqdm=False)[0].outputs.score
