@@ -319,11 +319,11 @@ def _cases(name: str) -> Iterator[Case]:
         "gelu_and_mul_sparse": [Case("tanh", (x[:, :66], 0.5, "tanh"), rows=(0,))],
         "rotary_embedding": [
             Case(
-                f"{width} {neox}",
-                (torch.tensor([0, 3, 9]), torch.randn(3, 80), torch.randn(3, 40), torch.randn(10, width), 20, neox),
+                f"{width} {neox} {keys}",
+                (torch.tensor([0, 3, 9]), torch.randn(3, 80), torch.randn(3, keys), torch.randn(10, width), 20, neox),
                 rows=(0, 1, 2),
             )
-            for width, neox in ((16, True), (16, False), (20, True))
+            for width, neox, keys in ((16, True, 40), (16, False, 40), (20, True, 40), (16, True, 0))
         ],
         "select_experts": [
             Case("softmax", (x[:, :12], 3), rows=(0,)),
@@ -446,6 +446,8 @@ def _error(own: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> str:
         same = torch.equal(own.view(torch.uint8) if own.dtype.itemsize == 1 else own,
                            theirs.view(torch.uint8) if theirs.dtype.itemsize == 1 else theirs)  # fmt: skip
         return "" if same else "other integers"
+    if not own.numel():
+        return ""
     own, theirs = own.double().flatten(), theirs.double().flatten()
     errors = (own - theirs).abs() / theirs.abs().max().clamp(min=1e-30)
     if bool((errors <= ALLOWED[dtype]).all()):

@@ -5,6 +5,8 @@ A row's sums are of one tile, whose shape depends on the row's width alone.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 import triton
@@ -150,7 +152,8 @@ def _rotate_head(x, y, first, second, inside, cos, sin, HALF: tl.constexpr, HEAD
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """[..., d] -> [rows, d] with channels side by side; a copy only where there must be one."""
-    return x.reshape(-1, x.shape[-1]) if x.stride(-1) == 1 else x.contiguous().view(-1, x.shape[-1])
+    shape = math.prod(x.shape[:-1]), x.shape[-1]
+    return x.reshape(shape) if x.stride(-1) == 1 else x.contiguous().view(shape)
 
 
 def _norm(

@@ -46,6 +46,7 @@ MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama", {"quantization": "w4a8"}),
     ("llama", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     ("gemma2", {}),
+    ("gemma3n", {}),
     ("mamba2", {}),
 )
 # Llama 3.1 8B, and as many of its layers as `--layers` says.
