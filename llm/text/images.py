@@ -219,12 +219,20 @@ def local_file(name: str, limits: MediaLimits) -> Path:
             f"the image {show(clip(name, 100))} is a local file, and LLM(allowed_local_media_path=...) names no folder "
             "for such files"
         )
-    if len(name) > _MOST_PATH or "\0" in name:
-        raise bad_picture("the name of an image's file is none")
-    path = Path(os.path.realpath(limits.folder / name))
+    path = _joined(limits.folder, name)
     if not path.is_relative_to(limits.folder):
         raise bad_picture(f"the image {show(clip(name, 100))} is not below allowed_local_media_path, {limits.folder}")
     return path
+
+
+def _joined(folder: Path, name: str) -> Path:
+    """Without links and dots; raises `ValidationError` for what no file can be called."""
+    try:
+        if len(name) > _MOST_PATH or "\0" in name:
+            raise ValueError("too long, or with a null")
+        return Path(os.path.realpath(folder / name))
+    except (OSError, ValueError) as error:  # half a surrogate pair, too many links
+        raise bad_picture("the name of an image's file is none") from error
 
 
 def from_base64(text: str) -> bytes:
@@ -385,7 +393,7 @@ def cell_images(value: object, folder: Path, limits: MediaLimits) -> list[object
         return [from_base64(value)]
     if value[:7].lower() == "file://":
         value = _unquoted(value[7:])
-    path = Path(os.path.realpath(folder / value))
+    path = _joined(folder, value)
     below = (folder.resolve(), *(() if limits.folder is None else (limits.folder,)))
     if not any(path.is_relative_to(place) for place in below):
         raise bad_picture(
