@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,6 +220,11 @@ class VocabParallelEmbedding(PluggableLayer):
         for start, end, row in self._places(len(loaded)):
             own[row : row + end - start] = loaded[start:end]
         return own
+
+    def rows_of_all(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The parts of all ranks as one has the whole: a row per id."""
+        rows = torch.cat(list(parts))
+        return rows[: self.num_embeddings] if self.logit_columns is None else rows[self.logit_columns]
 
     def _places(self, count: int) -> list[tuple[int, int, int]]:
         """(first, end, row) of each run of ids that this rank has of the first `count`."""

@@ -182,6 +182,19 @@ class LinearBase(PluggableLayer):
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def rows_of_all(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The parts of all ranks as one has the whole: logical matrix after matrix."""
+        if self.tp_size == 1:
+            return parts[0]
+        by_rank = [part.split(self.output_partition_sizes) for part in parts]
+        return torch.cat(
+            [
+                by_rank[rank][index]
+                for index in range(len(self.output_sizes))
+                for rank in range(0, self.tp_size, self.tp_size // self.parts(index))
+            ]
+        )
+
     def _load_slots(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: Any) -> int:
         index = None if shard_id is None else self.shard_ids.index(shard_id)
         target = param.data if index is None else param.data[index : index + 1]

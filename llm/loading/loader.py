@@ -46,7 +46,7 @@ def load_weights(
         part: the dotted path of the module whose parameters are filled, and its layers packed, from a checkpoint of
             their tensors; "": all.
 
-    Returns: checkpoint tensor -> its target.
+    Returns: checkpoint tensor -> its target, in the order of the checkpoint; those of experts of other ranks too.
 
     Raises:
         CheckpointError: names unused tensors, unfilled parameters, or shapes that disagree.
@@ -74,9 +74,9 @@ def load_weights(
                 packing.filled(target.parameter, filled)
         elif target.parameter in aliases:
             tied[aliases[target.parameter]].append((name, tensor))
-        elif not (
-            weight_map.ignores(name) or _may_be_unused(name, tensor, quant_config) or weight_map.on_another_rank(name)
-        ):
+        elif weight_map.on_another_rank(name):
+            targets[name] = target
+        elif not (weight_map.ignores(name) or _may_be_unused(name, tensor, quant_config)):
             unexpected.append(name)
     _check_complete(parameters, filled, sizes, unexpected, lambda name: _unfilled(name, weight_map, targets.values()))
     for copies in tied.values():

@@ -27,6 +27,7 @@ from llm.loading.saved_formats import (
     BitsAndBytesWriter,
     CompressedTensorsWriter,
     GPTQWriter,
+    HeldModule,
     ModelSlimWriter,
     StoredLayer,
     Writer,
@@ -63,6 +64,7 @@ def save_quantized(
     hf_config: Mapping[str, object],
     path: str | Path,
     format: str,
+    hold: Callable[[str], HeldModule] | None = None,
 ) -> Path:
     """Write `model` into the new folder `path`, or of GGUF the new file.
 
@@ -73,15 +75,15 @@ def save_quantized(
         targets: the target of each tensor of the model's checkpoint.
         source: the checkpoint's folder, whose other files are copied.
         hf_config: the checkpoint's config.json.
+        hold: what the module at a path holds; None: what it has.
 
     Raises:
         ValidationError: the format is unknown, `path` exists, or the model is not quantized.
         CheckpointError: a file to be copied is a link out of `source`.
         LLMError: the format cannot store a layer's scheme, or the folder cannot be written.
     """
-    path = Path(os.path.expanduser(path))
-    _check(path, format)
-    layers = stored_layers(model, targets)
+    path = check_place(path, format)
+    layers = stored_layers(model, targets, hold)
     if not any(layer.is_quantized for layer in layers):
         raise ValidationError(
             "the model is not quantized, there is nothing to save; open it with quantization='w8a8' or another.",
@@ -148,7 +150,9 @@ def _gguf(
     return write
 
 
-def _check(path: Path, format: str) -> None:
+def check_place(path: str | Path, format: str) -> Path:
+    """Where to save; raises `ValidationError` for a format that is unknown, or a path that exists or is none of it."""
+    path = Path(os.path.expanduser(path))
     if format not in FORMATS:
         raise ValidationError(
             f"format={format!r} is not known; use one of {', '.join(map(repr, FORMATS))}.",
@@ -164,6 +168,7 @@ def _check(path: Path, format: str) -> None:
             parameter="path",
             value=str(path),
         )
+    return path
 
 
 def _tensors(writer: Writer, layers: list[StoredLayer]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,8 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +27,8 @@ from llm.quantization.packing import doubled_fp4, nf4, pack_column_pairs, pack_f
 from llm.quantization.quantizer import IntegerWeight
 
 _LM_HEAD = "lm_head"
+# Of an `IntegerWeight`, what has a row for each output.
+_BY_ROW = ("q", "scale", "zero", "minimum", "levels")
 _WEIGHT_ONLY = ("W8A16", "W4A16", "W8A16_FP8")
 
 
@@ -54,14 +57,79 @@ class StoredLayer:
         return self.weight is not None
 
 
-def stored_layers(model: nn.Module, targets: Mapping[str, Target]) -> list[StoredLayer]:
+@dataclass
+class HeldModule:
+    """What a module of the model holds, in the order of its own rows.
+
+    Attributes:
+        path: of the module in the model.
+        scheme: "" if it is not quantized.
+        weight: its integers; None: it has none, or none that can be saved.
+        floats: its parameters by name, in the checkpoint's layout.
+    """
+
+    path: str
+    scheme: str
+    weight: IntegerWeight | None
+    floats: dict[str, torch.Tensor]
+
+    def cpu(self) -> HeldModule:
+        """The same in the host's memory."""
+        weight = None if self.weight is None else copy(self.weight)
+        for name, value in () if weight is None else vars(weight).items():
+            if isinstance(value, torch.Tensor):
+                setattr(weight, name, value.cpu())
+        return HeldModule(self.path, self.scheme, weight, {name: value.cpu() for name, value in self.floats.items()})
+
+
+def held(path: str, module: nn.Module) -> HeldModule:
+    """What it holds now, or what this rank has of it."""
+    method = getattr(module, "quant_method", None)
+    scheme: str = getattr(method, "scheme", "")
+    integers: Callable[[nn.Module], IntegerWeight] | None = getattr(method, "integers", None) if scheme else None
+    weight = None if integers is None else integers(module)
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    return HeldModule(path, scheme, weight, {name: _float_parameter(module, name) for name in names})
+
+
+def joined(parts: Sequence[HeldModule], module: nn.Module, whole: nn.Module) -> HeldModule:
+    """What one process would hold, of the parts of all ranks.
+
+    Args:
+        module: of one of the ranks. whole: as one process has it; its tensors may be on the meta device.
+    """
+    first = parts[0]
+    rows_of_all: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = getattr(module, "rows_of_all", None)
+
+    def rows(name: str, each: Sequence[torch.Tensor]) -> torch.Tensor:
+        if rows_of_all is not None:
+            return rows_of_all(each)
+        length = len(whole.get_parameter(name)) if each[0].dim() else 0
+        if not length or len(each[0]) == length:  # every rank has all of it
+            return each[0]
+        return torch.cat(list(each[:: len(each) * len(each[0]) // length]))  # of heads, which ranks may share
+
+    weight = None if first.weight is None else copy(first.weight)
+    for name in _BY_ROW:
+        if getattr(weight, name, None) is not None:
+            setattr(weight, name, rows(name, [getattr(part.weight, name) for part in parts]))
+    floats = {name: rows(name, [part.floats[name] for part in parts]) for name in first.floats}
+    return HeldModule(first.path, first.scheme, weight, floats)
+
+
+def stored_layers(
+    model: nn.Module, targets: Mapping[str, Target], hold: Callable[[str], HeldModule] | None = None
+) -> list[StoredLayer]:
     """The modules of the checkpoint that `model` was loaded from, with what they hold now, in their order.
 
-    `targets` says where each tensor of the checkpoint went.
+    Args:
+        targets: where each tensor of the checkpoint went.
+        hold: what the module at a path holds; None: `held` of it.
     """
     if not targets:
         raise LLMError("the model has random weights (load_format='dummy'); there is no checkpoint to save it as.")
     modules = dict(model.named_modules())
+    hold = hold or (lambda path: held(path, modules[path]))
     transposed = tuple(getattr(model, "transposed_weights", ()))
     found: dict[str, StoredLayer] = {}
     for name, target in targets.items():
@@ -74,16 +142,17 @@ def stored_layers(model: nn.Module, targets: Mapping[str, Target]) -> list[Store
                 "cannot be saved quantized."
             )
         method = getattr(module, "quant_method", None)
+        now = hold(path)
         if isinstance(method, StaticCacheMethod):
             found.setdefault(module_name, StoredLayer(module_name, method.scheme, "", None, {}))
-            found[module_name].floats[last] = stored_scale(name, getattr(module, parameter).data)
+            found[module_name].floats[last] = stored_scale(name, now.floats[parameter])
             continue
         if module_name not in found:
             has_bias = f"{module_name}.bias" in targets
-            found[module_name] = _stored_layer(module_name, module, target.shard_id, has_bias)
+            found[module_name] = _stored_layer(module_name, module, now, target.shard_id, has_bias)
         layer = found[module_name]
-        if parameter in dict(module.named_parameters(recurse=False)) and not (layer.is_quantized and last != "bias"):
-            layer.floats[last] = rows_of(module, _float_parameter(module, parameter), target.shard_id)
+        if parameter in now.floats and not (layer.is_quantized and last != "bias"):
+            layer.floats[last] = rows_of(module, now.floats[parameter], target.shard_id)
     return list(found.values())
 
 
@@ -93,15 +162,16 @@ def _float_parameter(module: nn.Module, name: str) -> torch.Tensor:
     return packed.unpack() if name == "weight" and packed is not None else getattr(module, name).data
 
 
-def _stored_layer(name: str, module: nn.Module, shard_id: str | int | None, has_bias: bool) -> StoredLayer:
-    method = getattr(module, "quant_method", None)
+def _stored_layer(
+    name: str, module: nn.Module, now: HeldModule, shard_id: str | int | None, has_bias: bool
+) -> StoredLayer:
     kind = getattr(module, "quant_kind", "")
-    if method is None or not method.scheme:
+    if not now.scheme:
         return StoredLayer(name, "", kind, None, {})
-    if not hasattr(method, "integers"):
-        raise LLMError(f"{name} computes as {method.scheme}, which cannot be saved.")
-    whole: IntegerWeight = method.integers(module)
-    scheme = method.scheme if whole.levels is None else "W8A8_DYNAMIC"
+    if now.weight is None:
+        raise LLMError(f"{name} computes as {now.scheme}, which cannot be saved.")
+    whole = now.weight
+    scheme = now.scheme if whole.levels is None else "W8A8_DYNAMIC"
     whole = whole.as_eight_bits()
     weight = replace(whole, q=rows_of(module, whole.q, shard_id), scale=rows_of(module, whole.scale, shard_id))
     if whole.zero is not None:
@@ -110,9 +180,8 @@ def _stored_layer(name: str, module: nn.Module, shard_id: str | int | None, has_
         weight.minimum = rows_of(module, whole.minimum, shard_id)
     is_tied = kind == "embedding" and getattr(module, "is_lm_head", False) and name != _LM_HEAD
     layer = StoredLayer(name, scheme, kind, weight, {}, is_tied)
-    parameter: torch.Tensor | None = getattr(module, "bias", None)
-    if parameter is not None:
-        bias = rows_of(module, parameter.data, shard_id)
+    if "bias" in now.floats:
+        bias = rows_of(module, now.floats["bias"], shard_id)
         # A layer without a bias has a zero bias if its format stores a bias among the integers.
         if has_bias or bias.any():
             layer.floats["bias"] = bias
@@ -175,7 +244,7 @@ def rows_of(module: nn.Module, tensor: torch.Tensor, shard_id: str | int | None)
         as_stored_together = getattr(module, "as_stored_together", None)
         return tensor if as_stored_together is None else as_stored_together(tensor)
     shard_ids: tuple[str | int, ...] = getattr(module, "shard_ids", ())
-    sizes: list[int] = getattr(module, "output_partition_sizes", [])
+    sizes: list[int] = getattr(module, "output_sizes", [])
     index = shard_ids.index(shard_id)
     start = sum(sizes[:index])
     rows = tensor[start : start + sizes[index]]

@@ -322,9 +322,13 @@ class ModelRunner:
         """See `LLM.save_quantized`."""
         from llm.loading.save import save_quantized
 
+        return save_quantized(self.model, self.targets, self._saved_from(), self.plan.hf_config, path, format)
+
+    def _saved_from(self) -> Path:
+        """The folder whose other files are saved too."""
         if isinstance(self.plan.source, GgufSource):
             raise LLMError(f"{self.plan.source.path} is in GGUF already, and is not written in another format.")
-        return save_quantized(self.model, self.targets, self.plan.source.folder, self.plan.hf_config, path, format)
+        return self.plan.source.folder
 
     def sites(self) -> dict[str, Site]:
         """The places where activations can be read or changed, in the order of computing.

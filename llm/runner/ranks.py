@@ -27,11 +27,13 @@ from llm.forward import AttentionMetadata, ForwardBatch, ImageTokens, RecurrentM
 from llm.inputs import LoRARequest
 from llm.inside.names import FINAL, Site
 from llm.kernels.backend import Backend
-from llm.layers.parallel import Communicator, TensorParallel
+from llm.layers.parallel import SINGLE, Communicator, TensorParallel
+from llm.loading.saved_formats import HeldModule, held, joined
 from llm.loading.source import ModelSource
+from llm.loading.weight_map import WeightMap
 from llm.platforms.interface import Platform
 from llm.quantization.on_load import ActivationStatistics
-from llm.runner.model_runner import ModelRunner
+from llm.runner.model_runner import ModelRunner, constructing
 from llm.runner.speculation.head import PlacedHead
 from llm.workers.connection import Connection
 from llm.workers.process import WorkerProcess
@@ -74,6 +76,17 @@ class RankGroup:
         """Raises `WorkerDiedError`."""
         for worker in self._workers:
             worker.send(kind, body)
+
+    def collect(self, kind: str) -> list[list[object]]:
+        """Of each rank, in order, the bodies of what it sends until it says "end"; called in a `step`."""
+        self.tell(kind, None)
+        return [self._until_end(worker) for worker in self._workers]
+
+    def _until_end(self, worker: WorkerProcess) -> list[object]:
+        bodies: list[object] = []
+        while (message := worker.receive()) is None or message.kind != "end":
+            bodies += [] if message is None else [message.body]
+        return bodies
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -122,7 +135,8 @@ class RankGroup:
                 raise RankError(f"{str(error).rstrip('.')}, and was ended.", error.late)
             for worker in self._workers:
                 worker.send("settle")
-                self._answer(worker, "settled")
+                while (message := worker.receive()) is None or message.kind != "settled":
+                    continue  # of what it was asked before
         except LLMError as failure:
             self._failure = failure
             for worker in self._workers:
@@ -158,6 +172,14 @@ class RankRunner(ModelRunner):
             yield
         finally:
             self.recorded = recorded
+
+    def held_modules(self) -> Iterator[HeldModule]:
+        """What this rank has of every module with tensors of the checkpoint, on the host."""
+        modules = dict(self.model.named_modules())
+        with library_defaults(self.plan.config.num_threads), self.platform.inference_mode():
+            for at in dict.fromkeys(target.parameter.rpartition(".")[0] for target in self.targets.values()):
+                if at in modules:
+                    yield held(at, modules[at]).cpu()
 
     def _forget_recorded(self) -> None:
         """Steps of a group of devices that is no longer."""
@@ -241,13 +263,32 @@ class LeadRunner(RankRunner):
                 self.group.tell("load_adapters", [[slot, _named(adapter)] for slot, adapter in asked])
                 super()._load_adapters(plan)
 
+    def save(self, path: str | Path, format: str) -> Path:
+        """See `LLM.save_quantized`: what one process would write, made of the parts of all ranks."""
+        from llm.loading.save import check_place, save_quantized
+
+        check_place(path, format)
+        source = self._saved_from()
+        with self.group.step():
+            everything: list[list[object]] = [[*self.held_modules()], *self.group.collect("hold")]
+        by_rank = [{item.path: item for item in rank if isinstance(item, HeldModule)} for rank in everything]
+        with torch.device("meta"), constructing(self.plan, self.platform):
+            whole = self.plan.model_class(self.plan.architecture, self.plan.build_options(SINGLE))
+        own, modules = dict(self.model.named_modules()), dict(whole.named_modules())
+
+        def hold(at: str) -> HeldModule:
+            parts = [rank[at] for rank in by_rank if at in rank]
+            return joined(parts, own[at], modules[at]) if at in own else parts[0]  # an expert is one rank's
+
+        quant_config = self.plan.config.quant_config
+        weight_map = WeightMap(whole, quant_config.parameter_name if quant_config else lambda name: name)
+        targets = {name: weight_map.target(name) for name in self.targets}
+        return save_quantized(whole, targets, source, self.plan.hf_config, path, format, hold)
+
     # --- What one rank cannot answer. ---
 
     def apply_model(self, function: Callable[[torch.nn.Module], R]) -> R:
         _refuse("apply_model", "a function is not sent to other processes")
-
-    def save(self, path: str | Path, format: str) -> Path:
-        _refuse("save_quantized", "each rank has a part of every weight")
 
     def weight_names(self) -> list[str]:
         _refuse("llm.weights", "each rank has a part of every weight")
@@ -428,6 +469,11 @@ class FollowingRunner(RankRunner):
                 if message.kind == "settle":
                     self._forget_recorded()
                     connection.send("settled")
+                    continue
+                if message.kind == "hold":
+                    for item in self.held_modules():
+                        connection.send("held", item)
+                    connection.send("end")
                     continue
                 try:
                     self._do(message.kind, message.body)

@@ -23,8 +23,10 @@ from llm.errors import LLMError, ValidationError
 from llm.kernels.select import backend_for
 from llm.layers.communicators import communicator_cls
 from llm.layers.parallel import Communicator, Rendezvous, TensorParallel
+from llm.loading.saved_formats import HeldModule
 from llm.platforms import Platform, select_platform
 from llm.plugins import load_general_plugins
+from llm.quantization.quantizer import IntegerWeight
 from llm.replicas.placement import Placement, device_count
 from llm.runner.ranks import FollowingRunner, LeadRunner, RankGroup
 from llm.setup.extensions import let_platform_update
@@ -60,7 +62,7 @@ class RankArgs:
 
 # --- The ranks of an engine. ---
 
-SCHEMA = Schema([RankArgs, LLMArgs, CacheConfig, SchedulerConfig, SpeculativeConfig])
+SCHEMA = Schema([RankArgs, LLMArgs, CacheConfig, SchedulerConfig, SpeculativeConfig, HeldModule, IntegerWeight])
 # Arguments that concern rank 0 alone.
 _OF_LEAD = (
     *("tokenizer", "chat_template", "generation_config", "override_generation_config", "reasoning_config"),

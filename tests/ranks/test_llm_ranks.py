@@ -27,6 +27,7 @@ from llm import LLM, Capture, Intervention, RankError, SamplingParams, Validatio
 from llm.errors import CheckpointError
 from llm.inputs import LoRARequest
 from llm.layers.communicators import SharedMemoryCommunicator
+from llm.layers.linear import LinearBase
 from llm.loading.adapters.targets import LayerTarget
 from llm.runner.model_runner import ModelRunner
 from llm.sampling_params import StructuredOutputsParams
@@ -98,6 +99,39 @@ def test_activations_that_rank_0_has_whole(name: str, tmp_path: Path) -> None:
         found.append([(item.outputs[0].token_ids, item.outputs[0].logprobs) for item in (*outputs, *plain)])
         found[-1] += [{name: item.activations[name].tobytes() for name in names} for item in outputs]
     assert len(names) > 6 and found[0] == found[1]
+
+
+# Key heads that ranks share, and biases; experts; matrices that a checkpoint has together.
+@pytest.mark.parametrize(
+    ("name", "scheme", "format"),
+    [
+        ("llama-biases-one-kv-head", "w8a8", "compressed-tensors"),
+        ("mixtral", "w4a16", "compressed-tensors"),
+        ("phi3", "w8a16", "gptq"),
+    ],
+)
+def test_ranks_save_what_one_process_does(name: str, scheme: str, format: str, tmp_path: Path) -> None:
+    row, found = evened(TINY_MODELS[name]), []
+    write_checkpoint(row, tmp_path / "model")
+    for size in (1, 2):
+        options = {"skip_tokenizer_init": True, "quantization": scheme, "tensor_parallel_size": size, **row.engine}
+        with open_llm(tmp_path / "model", **options) as llm:
+            saved = llm.save_quantized(tmp_path / str(size), format=format)
+            with pytest.raises(ValidationError, match="exists already"):
+                llm.save_quantized(saved, format=format)
+        found.append({file.name: file.read_bytes() for file in saved.iterdir()})
+    assert len(found[0]) >= 2 and found[0] == found[1]
+
+
+def test_parts_in_another_order_are_saved_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    write_checkpoint(evened(TINY_MODELS["llama"]), tmp_path / "model")
+    whole, found = LinearBase.rows_of_all, []
+    with open_llm(tmp_path / "model", skip_tokenizer_init=True, quantization="w8a8", tensor_parallel_size=2) as llm:
+        for name in ("right", "wrong"):
+            found.append((llm.save_quantized(tmp_path / name) / "model.safetensors").read_bytes())
+            monkeypatch.setattr(LinearBase, "rows_of_all", lambda self, parts: whole(self, parts[::-1]))
+    assert found[0] != found[1]
 
 
 def test_vectors_of_two_ranks(tmp_path: Path) -> None:
@@ -238,7 +272,6 @@ def test_a_step_that_fails_on_rank_0_is_left_by_all(
 def test_what_one_rank_cannot_do_is_refused(llm: LLM, tmp_path: Path) -> None:
     for ask in (
         lambda: llm.apply_model(lambda model: None),
-        lambda: llm.save_quantized(tmp_path / "saved"),
         lambda: LLM(tensor_parallel_size=2, calibration=["text"], quantization="w4a16"),
         lambda: LLM(tensor_parallel_size=2, offload_weights=True),
         lambda: llm.generate(PROMPTS, use_tqdm=False, capture="layers.0.attention.heads"),
