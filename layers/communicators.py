@@ -140,6 +140,7 @@ class ProcessGroupCommunicator(Communicator):
         self._attempt = -1  # that the group is of
         self._deadlines: deque[tuple[Mark, float]] = deque()
         self._retired: deque[ProcessGroup] = deque()
+        self._endings: list[threading.Thread] = []
         self._late = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look, name="ranks", daemon=True)
@@ -175,7 +176,9 @@ class ProcessGroupCommunicator(Communicator):
     def close(self) -> None:
         self._state.give_up()
         self._closed.set()
-        self._thread.join(_END_SECONDS)
+        self._thread.join()
+        for ending in self._endings:
+            ending.join(_END_SECONDS)
 
     def watch(self) -> None:
         mark = self.mark()
@@ -245,8 +248,8 @@ class ProcessGroupCommunicator(Communicator):
     def _look(self) -> None:
         """End the group where the step was given up, and give it up where the device is not done in time.
 
-        Whoever waits for the device goes on as soon as the end begins; it comes to its end when no recorded step refers
-        to the group.
+        Whoever waits for the device goes on as soon as the end begins. That takes until no recorded step refers to the
+        group, so each has a thread of its own, and this one goes on looking.
         """
         while not self._closed.wait(_POLL_SECONDS):
             if self._is_overdue():
@@ -258,8 +261,11 @@ class ProcessGroupCommunicator(Communicator):
     def _end_retired(self) -> None:
         if self._state.is_given_up:
             self._retire()
+        self._endings = [ending for ending in self._endings if ending.is_alive()]
         while self._retired:
-            self._retired.popleft().abort()
+            ending = threading.Thread(target=self._retired.popleft().abort, name="end of ranks", daemon=True)
+            ending.start()
+            self._endings.append(ending)
 
     def _is_overdue(self) -> bool:
         with self._lock:

@@ -134,6 +134,42 @@ def test_a_device_that_is_not_done_in_time_gives_the_step_up(tmp_path: Path, mon
             rank.close()
 
 
+def test_a_group_that_takes_long_to_end_keeps_nobody_from_watching(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL's does while a graph refers to it."""
+    ended, released = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self, group: Any) -> None:
+            self._allgather_base = group._allgather_base
+
+        def abort(self) -> None:
+            ended.set()
+            released.wait(60)
+
+    make_group = GlooCommunicator.make_group
+    monkeypatch.setattr(GlooCommunicator, "make_group", lambda self, store: Slow(make_group(self, store)))
+    with over_gloo():
+        ranks = opened(GlooCommunicator, tmp_path, 0.3)
+        try:
+            together(ranks, lambda rank: rank.all_gather(torch.ones(1, 1)))
+            ranks[0].abort()
+            assert ended.wait(30)
+            ranks[0].restart()
+            together(ranks, lambda rank: rank.all_gather(torch.ones(1, 1)))
+            monkeypatch.setattr(GlooCommunicator, "mark", lambda self: Stuck())
+            ranks[0].watch()
+            until = monotonic() + 30
+            with pytest.raises(RankError, match="rank 1 did not come"):
+                while monotonic() < until:
+                    ranks[0].check()
+        finally:
+            released.set()
+            for rank in ranks:
+                rank.close()
+
+
 def test_a_closed_rank_leaves_no_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     with over_gloo():
