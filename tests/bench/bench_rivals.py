@@ -70,8 +70,8 @@ def _ours(shape: str, workloads: str, scheme: str | None) -> Contestant:
     return Contestant(name, "offline-llm", shape, workloads, (("quantization", scheme),) if scheme else ())
 
 
-def _in_bf16(name: str, engine: str, shape: str, workloads: str) -> Contestant:
-    return Contestant(name, engine, shape, workloads, (("dtype", "bfloat16"),))
+def _in_bf16(name: str, engine: str, shape: str, workloads: str, **options: object) -> Contestant:
+    return Contestant(name, engine, shape, workloads, (("dtype", "bfloat16"), *options.items()))
 
 
 # Workloads that an engine is not given would take it minutes: where w3 is missing, it shares no prefixes.
@@ -82,6 +82,8 @@ CONTESTANTS = [
     _ours(QWEN, "w1,w2,w3", "w4a8"),
     _ours(QWEN, "w1", "w8a16"),
     _ours(QWEN, "w1", "w4a16"),
+    _in_bf16('offline-llm, w8a16, `dtype="bfloat16"`', "offline-llm", QWEN, "w1,w2", quantization="w8a16"),
+    _in_bf16('offline-llm, w4a16, `dtype="bfloat16"`', "offline-llm", QWEN, "w1,w2", quantization="w4a16"),
     Contestant("vLLM, float32", "vllm", QWEN, "w1,w2,w3", (("dtype", "float32"),)),
     _in_bf16("vLLM, bfloat16", "vllm", QWEN, "w1,w2,w3"),
     Contestant("OpenVINO, int8", "openvino", f"{QWEN}-int8", "w1,w2"),
@@ -131,9 +133,9 @@ def write(args: argparse.Namespace) -> int:
 # Running.
 
 
-def workloads_of(contestant: Contestant, rep: int) -> dict[str, dict[str, object]]:
+def workloads_of(contestant: Contestant, rep: int, wanted: Sequence[str]) -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
-    for name in contestant.workloads.split(","):
+    for name in (name for name in contestant.workloads.split(",") if name in wanted):
         work = make_workload(name, rep)
         first = make_workload(name, rep + PREFILL_REPS).prompts if work.recipe.is_stream else []
         found[name] = {"prompts": work.prompts, "first": first, "new": work.recipe.max_tokens}
@@ -170,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
             task = {
                 "model": str(Path(args.folder, each.model)),
                 "options": dict(each.options),
-                "workloads": workloads_of(each, rep),
+                "workloads": workloads_of(each, rep, args.workloads.split(",")),
             }
             started = perf_counter()
             found[key] = experts.answer(command(each, pythons), json.dumps(task))
@@ -292,6 +294,7 @@ def main() -> int:
         if name == "run":
             command.add_argument("--python", action="append", default=[], metavar="ENGINE=INTERPRETER")
             command.add_argument("--rounds", type=int, default=3)
+            command.add_argument("--workloads", default=",".join(HEADS), help="of those in the table: %(default)s")
             command.add_argument("--page", action="store_true", help="replace the page's tables")
             command.add_argument("--results", help="a file that keeps figures; what it has is not measured again")
     args = parser.parse_args()

@@ -51,10 +51,11 @@ def test_a_line_has_medians_and_their_range_and_nothing_where_nothing_ran() -> N
 
 
 def test_every_round_asks_for_other_ids() -> None:
-    one, other = (rivals.workloads_of(rivals.CONTESTANTS[0], rep) for rep in (0, 1))
+    one, other = (rivals.workloads_of(rivals.CONTESTANTS[0], rep, list(rivals.HEADS)) for rep in (0, 1))
     assert list(one) == ["w1", "w2", "w3"] and [bool(work["first"]) for work in one.values()] == [True, False, False]
     assert all(one[name]["prompts"] != other[name]["prompts"] for name in one)
     assert one["w1"]["prompts"] != one["w1"]["first"]
+    assert list(rivals.workloads_of(rivals.CONTESTANTS[0], 0, ["w2", "w4"])) == ["w2"]
 
 
 def test_the_page_has_the_place_once() -> None:

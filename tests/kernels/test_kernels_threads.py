@@ -13,6 +13,7 @@ import pytest
 import torch
 from embedded import python
 from kernel_sets import ISAS, kernel_set, needs_compiler
+from thread_model import MORE_PER_WORKER, Region, tallest_of, tasks_of
 
 from llm.kernels.cpu.library import Library
 
@@ -219,6 +220,34 @@ def test_threads_that_outnumber_cores_compute_the_same_and_do_not_spin(threads: 
     finally:
         end_threads(library)
         os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 896, 4096), (13, 896, 4096), (40, 100, 8200), (100, 48, 8200)])
+def test_the_model_cuts_gemms_into_the_tasks_that_the_kernels_have(rows: int, n: int, k: int) -> None:
+    """With threads enough, as many take part as there are tasks."""
+    library, kernels = library_of(), kernel_set(ISAS[-1])
+    weight, x, before = kernels.op("pack")(torch.ones(n, k)), torch.ones(rows, k), torch.get_num_threads()
+    tasks = tasks_of(rows, n, k, tallest_of(kernels))
+    assert 1 < tasks < 64
+    end_threads(library)
+    torch.set_num_threads(64)
+    try:
+        kernels.op("linear")(x, weight)
+        assert ran_by(library, 1)[0] == tasks - 1
+    finally:
+        torch.set_num_threads(before)
+        end_threads(library)
+
+
+def test_the_model_knows_its_three_limits() -> None:
+    """Tasks that are not enough for all threads, memory, and what a region costs."""
+    compute, memory = Region(14, 14e-3, 1), Region(1000, 1.0, 10**9)
+    assert [compute.seconds(threads, 1e12, 0) for threads in (1, 2, 7, 13, 14, 32)] == pytest.approx(
+        [14e-3, 7e-3, 2e-3, 2e-3, 1e-3, 1e-3]
+    )
+    assert [memory.seconds(threads, 10e9, 0) for threads in (2, 8, 32)] == pytest.approx([0.5, 0.125, 0.1])
+    costs = [Region(64, 0.0, 0, 3).seconds(threads, 1e9, 1e-6) for threads in (1, 2, 32)]
+    assert costs == pytest.approx([0, 3e-6, 3e-6 * (1 + MORE_PER_WORKER * 30)])
 
 
 @pytest.mark.parametrize("threads", [2, 3, 7])
