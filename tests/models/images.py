@@ -773,7 +773,7 @@ VIDEO_TOKENS = {
 VIDEO_FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v", "glm_ocr"),
     *("exaone4_5", "llava_onevision", "llava_next_video", "internvl", "smolvlm", "video_llama_3", "gemma4"),
-    *("minicpmv4_6", "hyperclovax_vision_v2"),
+    *("minicpmv4_6", "hyperclovax_vision_v2", "glm4v_moe"),
 )
 VIDEOS: tuple[Any, ...] = (
     ([picture(53, 37, seed) for seed in range(3)], {"fps": 2.0}),
@@ -782,7 +782,7 @@ VIDEOS: tuple[Any, ...] = (
 )
 # Of those transformers takes only videos of as many frames in one prompt, and of those no pictures beside videos.
 _AS_MANY = ("llava_onevision", "llava_next_video")
-_VIDEOS_ALONE = ("smolvlm", "internvl", "glm4v", "glm46v", "glm_ocr")
+_VIDEOS_ALONE = ("smolvlm", "internvl", "glm4v", "glm4v_moe", "glm46v", "glm_ocr")
 # Text, where @ stands for a video; which videos and pictures.
 VIDEO_PROMPTS: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (
     ("a @ b", (0,), ()),
