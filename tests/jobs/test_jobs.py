@@ -21,6 +21,7 @@ import kills
 import pytest
 from documented_processors import DummyLogitsProcessor
 from embedded import assert_idle, engine_of, open_llm
+from kernel_sets import needs_kernels
 
 from llm import LLM, SamplingParams, ValidationError
 from llm.cli import main
@@ -576,6 +577,7 @@ def test_a_failing_step_loses_nothing(llm: LLM, source: Path) -> None:
     assert engine_of(llm).stats.generated_tokens - before == 9 * COUNT - 4 * 12
 
 
+@needs_kernels
 def test_a_killed_job_is_the_whole_job(tmp_path: Path, ctrl_c: None) -> None:
     with kills.open_llm() as llm:
         kills.write_input(tmp_path / "in.jsonl", rows=6)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from same_answers import same_values
 
 from llm import LLM, Capture, CompletionOutput, JobError, RequestOutput, SamplingParams, ValidationError
 from llm.inside.capture import Activations
@@ -48,7 +49,7 @@ def check(llm: LLM, folder: Path) -> None:
         found = load_file(folder / f"{index:08}.safetensors")
         assert len(found) == 4
         for name, array in output.activations.items():
-            assert np.array_equal(found[name], array)
+            assert same_values(found[name], array)
             assert np.array_equal(found[f"{name}.positions"], output.activations.positions[name])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from embedded import assert_idle, engine_of, open_llm
+from same_answers import CACHE, Answer, same
 
 from llm import LLM, GenerationInterrupted, SamplingParams, ValidationError
 from llm.errors import EmptyPromptError, JobError
@@ -24,7 +25,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with open_llm(max_model_len=64, max_num_seqs=3) as llm:
+    with open_llm(max_model_len=64, max_num_seqs=3, **CACHE) as llm:
         yield llm
 
 
@@ -36,8 +37,17 @@ def call(llm: LLM, path: Path | None, prompts: Any = PROMPTS, params: Any = PARA
     return outputs
 
 
-def answers(outputs: RequestOutputs) -> list[Any]:
-    return [(output.index, output.prompt, output.outputs, output.seed) for output in outputs]
+def assert_same(expected: RequestOutputs, found: RequestOutputs) -> None:
+    def facts(outputs: RequestOutputs) -> list[Any]:
+        return [
+            (output.index, output.prompt, output.seed, [(own.text, own.finish_reason) for own in output.outputs])
+            for output in outputs
+        ]
+
+    def scored(outputs: RequestOutputs) -> list[Answer]:
+        return [(own.token_ids, own.logprobs) for output in outputs for own in output.outputs]
+
+    assert facts(found) == facts(expected) and same(scored(found), scored(expected))
 
 
 def interrupt(llm: LLM, path: Path, step: int) -> None:
@@ -59,19 +69,20 @@ def interrupt(llm: LLM, path: Path, step: int) -> None:
 
 
 def test_a_call_goes_on_where_it_was_interrupted(llm: LLM, tmp_path: Path, ctrl_c: None) -> None:
-    whole, stats = answers(call(llm, None)), engine_of(llm).stats
+    whole, stats = call(llm, None), engine_of(llm).stats
     for step in (1, 4, 9):
         path = tmp_path / f"{step}.ckpt"
         before = stats.generated_tokens
         interrupt(llm, path, step)
         told: list[Any] = []
-        assert answers(call(llm, path, on_output=told.append)) == whole
+        assert_same(whole, call(llm, path, on_output=told.append))
         assert sorted(output.index for output in told) == list(range(8))
         drawn = stats.generated_tokens - before
-        again = drawn - sum(len(own.token_ids) for _, _, outputs, _ in whole for own in outputs)
+        again = drawn - sum(len(own.token_ids) for output in whole for own in output.outputs)
         assert 0 <= again <= 7 + 1  # row 4 has logprobs and starts again, an ended one of two draws its end again
         before = stats.steps
-        assert answers(call(llm, path)) == whole and stats.steps == before
+        assert_same(whole, call(llm, path))
+        assert stats.steps == before
 
 
 def test_rows_are_found_by_what_they_are(llm: LLM, tmp_path: Path) -> None:
@@ -91,7 +102,7 @@ def test_rows_are_found_by_what_they_are(llm: LLM, tmp_path: Path) -> None:
 def test_what_cannot_be_kept_is_refused(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     call(llm, path, PROMPTS[:1], SamplingParams(max_tokens=1))
-    with open_llm(kv_cache_dtype="float32") as other, pytest.raises(JobError, match="its kv_cache_dtype is"):
+    with open_llm(kv_cache_dtype="fp8") as other, pytest.raises(JobError, match="its kv_cache_dtype is"):
         call(other, path)
     with pytest.raises(ValidationError, match=r"logits_processors=.* cannot be recorded"):
         call(llm, path, "And", SamplingParams(max_tokens=1, logits_processors=[lambda ids, logits: logits]))
