@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -529,7 +530,8 @@ def test_the_lock_of_calls_goes_to_who_waits() -> None:
     """A thread that steps again and again would keep it."""
     lock = FairLock()
     assert all(in_turn(lock) for _ in range(10))
-    assert not all(in_turn(threading.RLock()) for _ in range(10))
+    # Python's own, which since 3.14 is handed over to one that has waited for a millisecond.
+    assert sys.version_info >= (3, 14) or not all(in_turn(threading.RLock()) for _ in range(10))
     with lock:
         assert lock.acquire() and lock._is_owned()
         lock.release()

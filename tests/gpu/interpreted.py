@@ -43,6 +43,7 @@ RECURRENT = {
     "mamba2_scan": "of a channel",
 }
 QUICK = {("paged_attention", "sinks")}
+OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
 
 def of_types() -> Iterator[Any]:
@@ -59,6 +60,8 @@ def of_types() -> Iterator[Any]:
 def test_a_kernel_agrees_with_its_definition_and_a_row_alone_with_the_row_in_a_batch(
     name: str, case: check.Case, dtype: torch.dtype
 ) -> None:
+    if (name, case.label, dtype) == ("paged_attention", "sinks", torch.bfloat16) and OLD:
+        pytest.skip("the interpreter of Triton before 3.8 has no constants of bfloat16 (`get_bf16`)")
     assert check.disagreement(name, kernel(name), CPU, dtype, case) == ""
 
 

@@ -27,6 +27,7 @@ from checkpoints.adapters import write_adapter
 from documented_processors import DummyLogitsProcessor
 from embedded import assert_idle, copy_model, engine_of, open_llm, run
 from pydantic import BaseModel
+from same_answers import same_values
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM
 
@@ -426,12 +427,13 @@ def test_an_echo_has_the_prompts_logprobs(client: openai.OpenAI, llm: LLM) -> No
     """As lm-evaluation-harness asks for them."""
     (scored,) = run(llm, PROMPT, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))
     ids = scored.prompt_token_ids
-    own = [None, *(at[token].logprob for at, token in zip(scored.prompt_logprobs[1:], ids[1:], strict=True))]
+    own = [at[token].logprob for at, token in zip(scored.prompt_logprobs[1:], ids[1:], strict=True)]
     for given, count in (({"max_tokens": 1}, 1), ({"max_tokens": 0}, 0)):
         found = client.completions.create(prompt=[ids, ids], echo=True, logprobs=1, **{**GREEDY, **given})
         for choice in found.choices:
             logprobs: Any = choice.logprobs
-            assert logprobs.token_logprobs[: len(ids)] == own and len(logprobs.tokens) == len(ids) + count
+            assert logprobs.token_logprobs[0] is None and same_values(logprobs.token_logprobs[1 : len(ids)], own)
+            assert len(logprobs.tokens) == len(ids) + count
             assert all(len(each) == len(logprobs.tokens) for each in (logprobs.top_logprobs, logprobs.text_offset))
             assert choice.text.startswith(PROMPT) and (len(choice.text) > len(PROMPT)) == bool(count)
     text = client.completions.create(prompt=PROMPT, echo=True, **GREEDY).choices[0].text
