@@ -301,6 +301,7 @@ def _cases(name: str) -> Iterator[Case]:
             Case("odd", (x, weight, 1e-5), rows=(0,)),
             Case("offset", (x, weight, 1e-5, 31, 1.0), rows=(0,)),
             Case("rounded first", (x, weight, 1e-5), {"rounds_first": True}, rows=(0,)),
+            Case("of one channel", (x[:, :2], None, 1e-30, 1), rows=(0,)),
         ],
         "add_rms_norm": [
             Case("odd", (x, residual, weight, 1e-5), rows=(0, 1)),

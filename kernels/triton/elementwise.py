@@ -35,9 +35,9 @@ def norm(x, residual, weight, bias, y, total, width, counted, eps, weight_offset
         value = value + tl.load(residual + row * stride_r + lanes, mask=inside, other=0.0).to(tl.float32)
         tl.store(total + row * width + lanes, rounded(value, total.dtype.element_ty), mask=inside)
     if IS_CENTRED:
-        value = tl.where(inside, value - tl.div_rn(tl.sum(value, axis=0), width.to(tl.float32)), 0.0)
+        value = tl.where(inside, value - tl.div_rn(tl.sum(value, axis=0), tl.cast(width, tl.float32)), 0.0)
     squares = tl.where(lanes < counted, value * value, 0.0)
-    mean = tl.div_rn(tl.sum(squares, axis=0), counted.to(tl.float32))
+    mean = tl.div_rn(tl.sum(squares, axis=0), tl.cast(counted, tl.float32))
     value = value * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     if ROUNDS_FIRST:
         value = rounded(value, y.dtype.element_ty).to(tl.float32)
@@ -102,7 +102,7 @@ def gated_sparse(x, y, width, stride_x, deviations, KIND: tl.constexpr, LANES: t
     lanes = tl.arange(0, LANES)
     inside = lanes < width
     gate = tl.load(x + row * stride_x + lanes, mask=inside, other=0.0).to(tl.float32)
-    count = width.to(tl.float32)
+    count = tl.cast(width, tl.float32)
     gate = tl.where(inside, gate - tl.div_rn(tl.sum(gate, axis=0), count), 0.0)
     std = tl.sqrt_rn(tl.div_rn(tl.sum(gate * gate, axis=0), count))
     kept = tl.maximum(gate - std * deviations, 0.0)
