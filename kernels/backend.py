@@ -10,7 +10,7 @@ names it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -273,6 +273,7 @@ class Backend:
         bf16_gain: how many times as fast that makes prompts and batches with bfloat16 weights, as measured.
         offloads: packed weights may be in the mapping of a file (`Construction.keep`).
         activations: the types of activations that its kernels take.
+        exact: operations of which PyTorch's bits, too, do not depend on the batch on this device.
     """
 
     name: ClassVar[str] = ""
@@ -284,6 +285,7 @@ class Backend:
     rounds_bf16_inputs: frozenset[str] = frozenset()
     bf16_gain: float = 1.0
     offloads: bool = False
+    exact: ClassVar[Collection[str]] = _EXACT
     activations: ClassVar[tuple[torch.dtype, ...]] = _FLOATS
 
     def __init__(
@@ -337,10 +339,10 @@ class Backend:
     @property
     def invariant(self) -> tuple[bool, str]:
         """(True if no operation's bits depend on the batch, why or why not)."""
-        missing = [name for name in self.lacks if name not in _EXACT]
+        missing = [name for name in self.lacks if name not in self.exact]
         if missing:
             return False, f"PyTorch computes {', '.join(missing)}: rounding depends on the batch"
-        return True, f"{self.name} kernels {self.variant} reduce in one fixed order"
+        return True, f"{f'{self.name} kernels {self.variant}'.rstrip()} reduce in one fixed order"
 
     # --- Memory. ---
 

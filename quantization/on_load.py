@@ -38,6 +38,7 @@ from llm.quantization.quantizer import (
     static_activation,
 )
 from llm.quantization.registry import get_scheme
+from llm.quantization.schemes import SCHEMES
 from llm.quantization.storage import StreamedStorage
 from llm.quantization.unquantized import left_alone
 
@@ -153,6 +154,11 @@ class OnlineConfig(QuantizationConfig):
     _unused: set[str] = field(default_factory=set)
     # While layers are counted for `bits`.
     _units: dict[str, Unit] | None = None
+
+    @property
+    def multiplies_integers(self) -> bool:
+        """Most layers round their inputs to 8 bits."""
+        return SCHEMES[RECIPES[self.scheme].scheme].activations == "int8"
 
     def __post_init__(self) -> None:
         self._unused = {*(pattern for pattern, _, _ in self.layers), *self.ignore}

@@ -82,6 +82,7 @@ class TritonBackend(Backend):
     disagrees: Mapping[str, str] = MappingProxyType({})
     records_kernels_only = False  # a graph has whatever runs on the device
     most_recordings = 64
+    exact = _PLACEWISE
 
     def __init__(
         self, kernels: Mapping[str, Operation], reason: str, device: torch.device = CPU, pins: bool = False
@@ -140,13 +141,6 @@ class TritonBackend(Backend):
 
     def clear(self) -> None:
         self._pool = None
-
-    @property
-    def invariant(self) -> tuple[bool, str]:
-        missing = [name for name in self.lacks if name not in _PLACEWISE]
-        if missing:
-            return False, f"PyTorch computes {', '.join(missing)}: rounding depends on the batch"
-        return True, "Triton kernels reduce in one fixed order"
 
 
 def kernel(name: str) -> Operation:

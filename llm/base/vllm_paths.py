@@ -185,7 +185,7 @@ PATHS: Mapping[str, Mapping[str, str]] = {
 
 _ASYNC = "llm.AsyncLLM is the engine for asyncio, and asyncio has the rest"
 _ENGINE = "an LLM drives its engine itself; pass all prompts to one call of LLM.generate"
-_ONE_DEVICE = "an LLM runs in this process, on one device"
+_GROUPS = "LLM(tensor_parallel_size=) starts the ranks, and llm.layers.parallel gathers between them"
 _ADAPTERS = "adapters are enabled by LLM(enable_lora=True), and llm.layers.lora adds them to a layer"
 _EXPERTS = "a layer of experts is an llm.layers.moe.FusedMoE, and its router an llm.layers.moe.TopKRouter"
 _MIXERS = "mixers are in llm.layers.latent_attention, llm.layers.linear_attention and llm.layers.mamba"
@@ -222,7 +222,7 @@ NAMES: dict[str, str] = {
     "DeviceCapability": "Platform.get_device_capability returns (major, minor)",
     "GuidedDecodingParams": "it has become StructuredOutputsParams, in vLLM too",
     "get_current_vllm_config": "a constructor asks llm.base.construction.construction()",
-    **dict.fromkeys(_DISTRIBUTED, _ONE_DEVICE),
+    **dict.fromkeys(_DISTRIBUTED, _GROUPS),
     **dict.fromkeys(("make_async", "merge_async_iterators"), _ASYNC),
     **dict.fromkeys(_UTILITIES, _OWN),
     "set_current_vllm_config": "operations are bound by llm.base.construction.constructing_for(platform, compilation)",
@@ -232,7 +232,7 @@ NAMES: dict[str, str] = {
 MODULES: dict[str, str] = {
     "llm.attention.backends": "an attention backend is an llm.layers.attention.AttentionBackend",
     "llm.attention.layer": "Attention is in llm.model_executor.layers.attention",
-    "llm.distributed.device_communicators": _ONE_DEVICE,
+    "llm.distributed.device_communicators": _GROUPS,
     "llm.engine.llm_engine": "LLMEngine is imported from llm",
     "llm.entrypoints.openai": "there is no server; LLM.chat and LLM.stream answer in this process",
     "llm.envs": "environment variables are in llm.config.env",

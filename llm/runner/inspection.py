@@ -25,6 +25,7 @@ from llm.engine.boundary import AttentionCost, Captured, LayerReport, ModelCost,
 from llm.forward import StateSpec
 from llm.kernels.weight import ExpertWeights, Weight
 from llm.layers.attention import Attention, PagedAttention
+from llm.layers.custom_op import KernelOp
 from llm.layers.embedding import VocabParallelEmbedding
 from llm.layers.latent_attention import AbsorbedLinearMethod, LatentAttention
 from llm.layers.linear import LinearBase
@@ -144,12 +145,19 @@ def what_varies(model: nn.Module) -> str | None:
             return "a custom_routing_function chooses experts"
         if isinstance(module, Attention) and type(module.backend) is not PagedAttention:
             return f"attention is {type(module.backend).__name__}'s"
-        if op is not None and op.binding.method == "forward_native":
+        if op is not None and op.binding.method == "forward_native" and not _is_exact(op):
             return f"{op.name} has no kernel ({op.binding.reason}): PyTorch's own operations compute it"
         method: Any = getattr(module, "quant_method", None)
         if method is not None and not method.invariant:
             return f"{method.scheme or type(method).__name__} has no invariant kernel"
     return None
+
+
+def _is_exact(op: CustomOp) -> bool:
+    """PyTorch computes each element from those at its place, on this device."""
+    if not isinstance(op, KernelOp) or type(op).forward_native is not KernelOp.forward_native:
+        return False
+    return bool(op.operations) and all(name in op.backend.exact for name in op.operations)
 
 
 def held_otherwise(model: nn.Module, config: QuantizationConfig | None) -> str:

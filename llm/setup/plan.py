@@ -371,8 +371,10 @@ def _dtype_reason(args: LLMArgs, model: ReadModel, dtypes: Dtypes, backend: Back
     if dtypes.store_as is torch.bfloat16 and backend.rounds_bf16_inputs:
         return f"{args.dtype}; matrix products read activations rounded to bfloat16, everything else is float32"
     exact = f"{args.dtype}; activations and accumulation are float32 on a CPU"
+    config = model.quantization.config
+    has_integers = model.quantization.found or (isinstance(config, OnlineConfig) and config.multiplies_integers)
     could_round = backend.rounds_bf16_inputs and dtypes.store_as is None and dtypes.weights is torch.bfloat16
-    if could_round and backend.bf16_gain > WORTH_TELLING and not model.quantization.found:
+    if could_round and backend.bf16_gain > WORTH_TELLING and not has_integers:
         faster = f"prompts and batches {backend.bf16_gain:g} times as fast here"
         return f"{exact}; dtype='bfloat16' rounds what matrix products read: {faster}"
     return exact

@@ -335,6 +335,20 @@ def test_an_engine_on_these_kernels_answers_as_the_cpu_and_alone_as_in_a_batch(
             assert answers(opened, prompts) == together, "in chunks"
 
 
+def test_what_pytorch_computes_element_by_element_leaves_a_model_invariant(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GELU and its kin have no kernel here."""
+    monkeypatch.setattr(llm.platforms, "BUILTIN", (*llm.platforms.BUILTIN, TritonPlatform))
+    folder = str(tiny_checkpoint("gpt2", tmp_path_factory))
+    arguments = {"max_model_len": 64, "skip_tokenizer_init": True, "device": "triton", **TINY_MODELS["gpt2"].engine}
+    with open_llm(folder, **arguments) as opened:
+        assert opened.config.invariant, opened.config.reasons["invariant"]
+    monkeypatch.setattr(TritonBackend, "exact", TritonBackend.exact - {"gelu_new"})
+    with open_llm(folder, **arguments) as opened:
+        assert not opened.config.invariant
+
+
 class Anew:
     """Stands for a graph: what it would replay is computed anew, into the memory of the first results."""
 

@@ -14,6 +14,7 @@ import images
 import numpy as np
 import pytest
 import torch
+from same_answers import same_values
 from starlette.testclient import TestClient
 
 from llm import LLM, AsyncLLM
@@ -59,7 +60,7 @@ def test_classes_are_those_of_transformers(name: str, architecture: str, tmp_pat
         for prompt, output in zip(prompts, outputs, strict=True):
             expected = theirs(llm, model, prompt, output).softmax(-1).numpy()
             assert np.abs(np.array(output.outputs.probs) - expected).max() < 1e-5
-            assert llm.classify(prompt, use_tqdm=False)[0].outputs.probs == output.outputs.probs
+            assert same_values(llm.classify(prompt, use_tqdm=False)[0].outputs.probs, output.outputs.probs)
         assert outputs[1].outputs.probs != outputs[0].outputs.probs
 
 
@@ -102,7 +103,7 @@ def test_a_reranker_reads_pictures_and_videos(reranker: tuple[LLM, Any]) -> None
         logits = theirs(llm, model, {"prompt": SYSTEM + asked, "multi_modal_data": own}, output)[-1]
         assert output.outputs.score == pytest.approx(float((logits[yes] - logits[no]).sigmoid()), abs=1e-5)
     alone = [llm.score("what", document, use_tqdm=False)[0].outputs.score for document in DOCUMENTS]
-    assert alone == outputs.to_numpy().tolist() and len(set(alone)) == len(alone)
+    assert same_values(alone, outputs.to_numpy()) and len(set(alone)) == len(alone)
     ranked = llm.rerank("what", DOCUMENTS, top_n=2, use_tqdm=False)
     best = sorted(range(len(alone)), key=lambda place: -alone[place])[:2]
     assert [(one.index, one.document) for one in ranked] == [(place, DOCUMENTS[place]) for place in best]
@@ -122,7 +123,7 @@ def test_a_template_asks_in_words(reranker: tuple[LLM, Any]) -> None:
     for instruction in (None, "else"):
         expected = llm.score("what", DOCUMENTS, instruction=instruction, use_tqdm=False)
         found = llm.score("what", DOCUMENTS, instruction=instruction, chat_template=template, use_tqdm=False)
-        assert found.to_numpy().tolist() == expected.to_numpy().tolist()
+        assert same_values(found.to_numpy(), expected.to_numpy())
     other = llm.rerank("what", DOCUMENTS, chat_template=template.replace("<Query>", "<Q>"), use_tqdm=False)
     scores = {one.index: one.relevance_score for one in other}
     assert [scores[place] for place in range(len(DOCUMENTS))] != expected.to_numpy().tolist()
@@ -152,12 +153,12 @@ def test_a_classifier_of_pairs_of_texts_says_what_reads_pictures(tmp_path: Path)
         with pytest.raises(ValidationError, match="of others with chat_template; or call classify with whole prompts"):
             llm.score("what", content(pil(PICTURE)), use_tqdm=False)
         (joined,) = llm.score("what", content("a", "b"), use_tqdm=False)
-        assert joined.outputs.score == llm.score("what", "a\nb", use_tqdm=False)[0].outputs.score
+        assert same_values([joined.outputs.score], [llm.score("what", "a\nb", use_tqdm=False)[0].outputs.score])
         mark, template = images.wrapped("gemma3"), "{{ messages[0].content }}|{{ messages[1].content }}"
         found = llm.score("what", content(pil(PICTURE)), chat_template=template, use_tqdm=False)
         prompt = {"prompt": f"what|{mark}", "multi_modal_data": {"image": PICTURE}}
         whole = llm.classify(prompt, tokenization_kwargs={"add_special_tokens": False}, use_tqdm=False)
-        assert found[0].outputs.score == whole[0].outputs.probs[0]
+        assert same_values([found[0].outputs.score], [whole[0].outputs.probs[0]])
         assert 0 < llm.classify(images.asked("gemma3")[1], use_tqdm=False)[0].outputs.probs[0] < 1
 
 
@@ -178,13 +179,13 @@ def test_rerankers_over_http_and_in_jobs(reranker: tuple[LLM, Any], tmp_path: Pa
     (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     summary = llm.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", use_tqdm=False)
     *answered, failed = lines(tmp_path / "out.jsonl")
-    assert [row["response"]["body"]["data"][0]["score"] for row in answered] == expected
+    assert same_values([row["response"]["body"]["data"][0]["score"] for row in answered], expected)
     assert summary.num_errors == 1 and "names no folder" in failed["error"]["message"]
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
         found = client.post("/rerank", json={"query": "what", "documents": pictures}).json()["results"]
-        assert [(row["index"], row["relevance_score"]) for row in found] == sorted(
-            enumerate(expected), key=lambda pair: -pair[1]
-        )
+        best = sorted(range(len(expected)), key=lambda place: -expected[place])
+        assert [row["index"] for row in found] == best
+        assert same_values([row["relevance_score"] for row in found], [expected[place] for place in best])
         assert {row["index"]: row["document"] for row in found} == {
             0: {"multi_modal": pictures[0]["content"]},
             1: {"text": "a text"},
@@ -192,7 +193,7 @@ def test_rerankers_over_http_and_in_jobs(reranker: tuple[LLM, Any], tmp_path: Pa
         }
         body = {"data_1": "what", "data_2": pictures}
         scores = [row["score"] for row in client.post("/score", json=body).json()["data"]]
-        assert scores == expected
+        assert same_values(scores, expected)
         bad = client.post("/rerank", json={"query": "what", "documents": [{"content": [{"type": "tool"}]}]})
         assert bad.status_code == 400 and "got one of type 'tool'" in bad.json()["error"]["message"]
         assert client.post("/rerank", json={"query": 5, "documents": ["a"]}).status_code == 400
@@ -221,7 +222,7 @@ def test_a_family_without_a_class_gives_vectors(pooled: tuple[LLM, Any]) -> None
             hidden = model(**inputs, output_hidden_states=True).hidden_states[-1][0, -1]
         expected = torch.nn.functional.normalize(hidden, dim=-1).numpy()
         assert np.abs(np.array(output.outputs.embedding) - expected).max() < images.TOLERANCE
-        assert embedder.embed(prompt, use_tqdm=False)[0].outputs.embedding == output.outputs.embedding
+        assert same_values(embedder.embed(prompt, use_tqdm=False)[0].outputs.embedding, output.outputs.embedding)
 
 
 def test_a_job_gives_vectors_of_pages_and_videos(embedder: LLM, tmp_path: Path) -> None:
@@ -241,7 +242,7 @@ def test_a_job_gives_vectors_of_pages_and_videos(embedder: LLM, tmp_path: Path) 
         for mark, own in zip(("<image>", "<video>"), data, strict=True)
     ]
     expected = embedder.embed(prompts, use_tqdm=False).to_numpy().tolist()
-    assert summary.num_errors == 2 and [row["embedding"] for row in rows[:2]] == expected
+    assert summary.num_errors == 2 and same_values([row["embedding"] for row in rows[:2]], expected)
     assert "No such file" in rows[2]["error"] and "frame 1" in rows[3]["error"]
 
 

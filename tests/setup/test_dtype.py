@@ -18,6 +18,7 @@ from llm.errors import CheckpointError, OutOfMemoryError
 from llm.kernels.select import backend_for
 from llm.platforms import current_platform
 from llm.platforms.cpu import CpuPlatform
+from llm.quantization.on_load import OnlineConfig
 from llm.setup import plan
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=3)
@@ -122,19 +123,24 @@ def _farthest(outputs: list[Any], model: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    "gain, found, weights, told",
+    "gain, found, scheme, weights, told",
     [
-        (1.7, False, torch.bfloat16, True),
-        (1.0, False, torch.bfloat16, False),
-        (1.2, False, torch.bfloat16, False),  # not worth a line
-        (1.7, True, torch.bfloat16, False),  # integers are multiplied
-        (1.7, False, torch.float32, False),  # it would round the weights too
+        (1.7, False, "", torch.bfloat16, True),
+        (1.7, False, "w4a16", torch.bfloat16, True),
+        (1.0, False, "", torch.bfloat16, False),
+        (1.2, False, "", torch.bfloat16, False),  # not worth a line
+        (1.7, True, "", torch.bfloat16, False),  # integers are multiplied
+        (1.7, False, "w8a8", torch.bfloat16, False),
+        (1.7, False, "", torch.float32, False),  # it would round the weights too
     ],
 )
-def test_the_config_says_where_rounding_is_faster(gain: float, found: bool, weights: torch.dtype, told: bool) -> None:
+def test_the_config_says_where_rounding_is_faster(
+    gain: float, found: bool, scheme: str, weights: torch.dtype, told: bool
+) -> None:
     """Where float weights are multiplied, and an instruction multiplies bfloat16."""
     args = SimpleNamespace(dtype="auto")
-    model = SimpleNamespace(quantization=SimpleNamespace(found=found))
+    config = OnlineConfig.parse(scheme) if scheme else None
+    model = SimpleNamespace(quantization=SimpleNamespace(found=found, config=config))
     exact = plan.Dtypes(torch.float32, weights, None)
     backend = SimpleNamespace(
         device=torch.device("cpu"), rounds_bf16_inputs={"bfloat16"} if gain > 1 else set(), bf16_gain=gain
