@@ -111,9 +111,9 @@ for name in ("llm.planted", "another"):
     for code in ("import fcntl", "import os; os.fork", "from signal import setitimer", "open('/proc/meminfo')"):
         try:
             exec(code, {"__name__": name, "__builtins__": __builtins__})
-            print(name, code, "ran")
+            print(name, code, "ran", flush=True)
         except (ImportError, AttributeError, FileNotFoundError) as error:
-            print(name, code, type(error).__name__)
+            print(name, code, type(error).__name__, flush=True)
 import os, pathlib, subprocess, sys
 pathlib.Path("llm").mkdir()
 pathlib.Path("llm/role.py").write_text("import os; print('a worker', hasattr(os, 'fork'), flush=True)")

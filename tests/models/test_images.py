@@ -365,7 +365,7 @@ def test_a_mistake_is_one_sentence_before_anything_runs(
         ({"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}, "on a network"),
         ({"type": "image_url", "image_url": "../../../etc/passwd"}, "is not below allowed_local_media_path"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "must be data:image/"),
-        ({"type": "video_url", "video_url": "a.mp4"}, "pass the list of its frames"),
+        ({"type": "video_url", "video_url": "a.mp4"}, "pass the list of the frames"),
         ({"type": "image_pil"}, "must have the image under 'image_pil'"),
     ],
 )

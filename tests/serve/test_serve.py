@@ -152,7 +152,7 @@ def test_a_stream_is_the_whole(client: openai.OpenAI, llm: LLM) -> None:
         assert "".join(texts[choice.index]) == choice.text and reasons[choice.index] == [choice.finish_reason]
         assert choice.logprobs is not None and scores[choice.index] == choice.logprobs.token_logprobs
         assert offsets[choice.index] == choice.logprobs.text_offset
-    assert max(len(own) for own in texts) > 3
+    assert max(len(own) for own in texts) > 1  # a client that is slow gets several tokens in a piece
 
 
 def test_a_chat_is_the_librarys(client: openai.OpenAI, llm: LLM) -> None:
