@@ -62,7 +62,7 @@ class Contestant:
 
     @property
     def in_bf16(self) -> bool:
-        return ("dtype", "bfloat16") in self.options
+        return any(value in ("bfloat16", "bf16") for _, value in self.options)
 
 
 def _ours(shape: str, workloads: str, scheme: str | None) -> Contestant:
@@ -96,7 +96,8 @@ CONTESTANTS = [
     _ours(SMALL, "w4", "w8a8"),
     Contestant("vLLM, float32", "vllm", SMALL, "w4", (("dtype", "float32"),)),
     _in_bf16("vLLM, bfloat16", "vllm", SMALL, "w4"),
-    Contestant("OpenVINO, float32", "openvino", f"{SMALL}-fp32", "w4"),
+    Contestant("OpenVINO, float32", "openvino", f"{SMALL}-fp32", "w4", (("precision", "f32"),)),
+    Contestant("OpenVINO, bfloat16", "openvino", f"{SMALL}-fp32", "w4", (("precision", "bf16"),)),
     Contestant("llama.cpp, Q8_0", "llama_cpp", f"{SMALL}-Q8_0.gguf", "w4"),
 ]
 

@@ -52,14 +52,16 @@ def vllm(model, dtype):
     return generate
 
 
-def openvino(model):
+def openvino(model, precision=""):
+    """`precision`: of what is computed; "": OpenVINO's choice, bfloat16 where the processor has instructions for it."""
     import numpy as np
     import openvino
     import openvino_genai as genai
 
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.enable_prefix_caching, scheduler.max_num_seqs = 2, True, ROWS
-    pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": THREADS})
+    properties = {"INFERENCE_NUM_THREADS": THREADS, **({"INFERENCE_PRECISION_HINT": precision} if precision else {})}
+    pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
 
     def generate(prompts, new):
         config = genai.GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False, eos_token_id=0)
