@@ -120,7 +120,7 @@ def test_the_paths_are_seen_by_a_type_checker(tmp_path: Path) -> None:
         ("from llm.entrypoints import openai", "llm.entrypoints has no openai; there is no server"),
         ("import llm.entrypoints.openai.api_server", "there is no llm.entrypoints.openai; there is no server"),
         ("import llm.lora.layers", "there is no llm.lora.layers; adapters are enabled by"),
-        ("from llm.distributed import init_distributed_environment", "in this process, on one device"),
+        ("from llm.distributed import init_distributed_environment", "tensor_parallel_size=\\) starts the ranks"),
         ("from llm.utils import make_async", "llm.AsyncLLM is the engine for asyncio"),
         ("from llm.v1.engine.core import EngineCore", "there is no llm.v1.engine.core; an LLM drives its engine"),
         ("from llm.sampling_params import GuidedDecodingParams", "StructuredOutputsParams"),
