@@ -68,7 +68,7 @@ PLATFORM_PLUGINS_GROUP, DEFAULT_PLUGINS_GROUP = PLATFORM_PLUGINS, GENERAL_PLUGIN
 _UNUSED_GROUPS = {
     "llm.io_processor_plugins": "there are no input and output plugins; convert data in your own code",
     "llm.stat_logger_plugins": "nothing is logged; read LLM.get_metrics()",
-    "llm.endpoint_plugins": "there is no server",
+    "llm.endpoint_plugins": "the routes of the endpoint are fixed; serve an AsyncLLM by your own code",
 }
 
 _ADVICE = "repair or uninstall it, leave it out of LLM_PLUGINS, or set LLM_PLUGIN_ERRORS=warn"

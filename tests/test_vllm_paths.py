@@ -117,8 +117,8 @@ def test_the_paths_are_seen_by_a_type_checker(tmp_path: Path) -> None:
     [
         ("from llm import EngineCore", "llm has no EngineCore; an LLM drives its engine"),
         ("from llm.v1.core.sched.scheduler import Scheduler", "there is no llm.v1.core; the scheduler"),
-        ("from llm.entrypoints import openai", "llm.entrypoints has no openai; there is no server"),
-        ("import llm.entrypoints.openai.api_server", "there is no llm.entrypoints.openai; there is no server"),
+        ("from llm.entrypoints import openai", "llm.entrypoints has no openai; the endpoint is `python -m llm serve`"),
+        ("import llm.entrypoints.openai.api_server", "there is no llm.entrypoints.openai; the endpoint is"),
         ("import llm.lora.layers", "there is no llm.lora.layers; adapters are enabled by"),
         ("from llm.distributed import init_distributed_environment", "tensor_parallel_size=\\) starts the ranks"),
         ("from llm.utils import make_async", "llm.AsyncLLM is the engine for asyncio"),

@@ -234,7 +234,7 @@ MODULES: dict[str, str] = {
     "llm.attention.layer": "Attention is in llm.model_executor.layers.attention",
     "llm.distributed.device_communicators": _GROUPS,
     "llm.engine.llm_engine": "LLMEngine is imported from llm",
-    "llm.entrypoints.openai": "there is no server; LLM.chat and LLM.stream answer in this process",
+    "llm.entrypoints.openai": "the endpoint is `python -m llm serve`, or llm.serve() in this process",
     "llm.envs": "environment variables are in llm.config.env",
     "llm.lora.layers": _ADAPTERS,
     "llm.lora.models": _ADAPTERS,

@@ -112,7 +112,9 @@ _GROUPS: tuple[dict[str, Argument], ...] = (
     # --- What the engine is asked to compute. ----------------------------------------------------------------------
     _accepted("it is vLLM's old word for runner and convert, which it sets.", "task"),
     _refused("prompts are text or token ids; pass {'prompt_token_ids': [...]}.", enable_prompt_embeds=False),
-    _refused("there is no server mode; pass skip_tokenizer_init=True to work in token ids.", tokens_only=False),
+    _refused(
+        "the endpoint reads texts too; pass skip_tokenizer_init=True to work in token ids here.", tokens_only=False
+    ),
     _refused("there are no settings beside the scheme; pass its name as quantization.", quantization_config=_UNSET),
     _accepted("it lifts a check that is not made here.", "allow_deprecated_quantization"),
     _refused(
