@@ -124,6 +124,7 @@ class RankGroup:
             worker.close()
         self._communicator.close()
         self._met()
+        self.at_restart = lambda: None  # the runner goes with its last user: its memory is mapped as long
 
     def _leave(self, error: BaseException) -> None:
         self._communicator.abort()
