@@ -633,7 +633,8 @@ def joined_media(first: PromptMedia | None, second: PromptMedia | None) -> Promp
     given = [media for media in (first, second) if media is not None]
     if not given:
         return None
-    images, videos = ([item for media in given for item in own(media)] for own in (_images_of, _videos_of))
+    images = [item for media in given for item in _with_uuids(media.images, media.uuids)]
+    videos = [item for media in given for item in _with_uuids(media.videos, media.video_uuids)]
     return PromptMedia(
         [source for source, _ in images],
         tuple(uuid for _, uuid in images),
@@ -644,12 +645,8 @@ def joined_media(first: PromptMedia | None, second: PromptMedia | None) -> Promp
     )
 
 
-def _images_of(media: PromptMedia) -> list[tuple[object, str | None]]:
-    return list(zip(media.images, media.uuids or [None] * len(media.images), strict=True))
-
-
-def _videos_of(media: PromptMedia) -> list[tuple[object, str | None]]:
-    return list(zip(media.videos, media.video_uuids or [None] * len(media.videos), strict=True))
+def _with_uuids(sources: Sequence[object], uuids: Sequence[str | None]) -> list[tuple[object, str | None]]:
+    return list(zip(sources, uuids or [None] * len(sources), strict=True))
 
 
 _NOT_READ = ("input_audio", "audio", "audio_url", "file")
