@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from llm import LLM, RequestOutput, SamplingParams
 from llm.llm import EMBEDDED_MODEL
+from llm.runner.model_runner import ModelRunner
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ["In the beginning", "And the LORD said unto Moses", "The king"]
@@ -58,6 +60,18 @@ def engine_of(llm: LLM) -> Any:
 
 def free_blocks(llm: LLM) -> list[int]:
     return [len(pool.free) for pool in engine_of(llm).scheduler.blocks.pools]
+
+
+def interrupt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that Ctrl-C ends in this process's forward."""
+
+    def interrupted(self: ModelRunner, batch: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(llm, PROMPTS)
 
 
 def assert_idle(llm: LLM) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints.adapters import LINEAR, write_adapter
 from drafts import Recorder, drafting, fake
-from embedded import PROMPTS, assert_idle, engine_of, open_llm, run
+from embedded import PROMPTS, assert_idle, engine_of, interrupt, open_llm, run
 from kernel_sets import needs_kernels
 from models import images
 from ranks.kept import kept_ranks
@@ -29,7 +29,6 @@ from llm.inputs import LoRARequest
 from llm.layers.communicators import SharedMemoryCommunicator
 from llm.layers.linear import LinearBase
 from llm.loading.adapters.targets import LayerTarget
-from llm.runner.model_runner import ModelRunner
 from llm.sampling_params import StructuredOutputsParams
 
 pytestmark = needs_kernels
@@ -257,14 +256,7 @@ def test_a_step_that_fails_on_rank_0_is_left_by_all(
     llm: LLM, expected: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a second Ctrl-C does: rank 1 waits in the step that rank 0 never finishes, and computes the next call."""
-
-    def interrupted(self: ModelRunner, batch: object) -> torch.Tensor:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "forward", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(llm, PROMPTS)
+    interrupt(llm, monkeypatch)
     assert told(llm, "sampled") == expected["sampled"]
     assert_idle(llm)
 

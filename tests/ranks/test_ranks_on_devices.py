@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedded import PROMPTS, assert_idle, engine_of, open_llm, run
+from embedded import PROMPTS, assert_idle, engine_of, interrupt, open_llm, run
 from kernel_sets import needs_kernels
 from ranks.gloo_role import over_gloo
 from ranks.kept import kept_ranks
@@ -21,7 +21,6 @@ from workers.test_workers import is_gone
 
 from llm import LLM, SamplingParams, WorkerDiedError
 from llm.layers.communicators import HostCommunicator
-from llm.runner.model_runner import ModelRunner
 
 pytestmark = needs_kernels
 
@@ -99,14 +98,7 @@ def test_a_process_group_gives_the_bits_of_one_process(llm: LLM, monkeypatch: py
         expected = told(alone)
     assert "gather through gloo" in llm.config.reasons["tensor_parallel_size"]
     assert told(llm) == expected
-
-    def interrupted(self: ModelRunner, batch: object) -> torch.Tensor:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "forward", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(llm, PROMPTS)
+    interrupt(llm, monkeypatch)
     assert told(llm) == expected
     assert_idle(llm)
 
