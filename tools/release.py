@@ -117,22 +117,23 @@ def flags_of(build: ModuleType, target: Target, name: str) -> list[str]:
     return [*flags, "-g0", "-w", "-target", target.triple]
 
 
-def compile_library(build: ModuleType, output: Path, target: Target, flags: Sequence[str]) -> None:
+def compile_library(build: ModuleType, output: Path, target: Target, flags: Sequence[str], zig_cache: Path) -> None:
     """The kernels of one instruction set for one platform, sealed as `build` seals them."""
     compiler, _ = zig()
+    kept = {"ZIG_GLOBAL_CACHE_DIR": str(zig_cache)}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         objects = [folder / f"{path.stem}.o" for path in build.sources()]
 
         def compile_source(source: Path, out: Path) -> None:
             # From its own folder: no path of this machine gets into the object.
-            run(compiler, "c++", *flags, "-c", source.name, "-o", out, cwd=source.parent)
+            run(compiler, "c++", *flags, "-c", source.name, "-o", out, cwd=source.parent, **kept)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(compile_source, build.sources(), objects))
         names = [path.name for path in objects]
         link = (*names, *target.libraries, "-o", output.name)
-        run(compiler, "c++", "-target", target.triple, "-shared", "-s", "-nostdlib++", *link, cwd=folder)
+        run(compiler, "c++", "-target", target.triple, "-shared", "-s", "-nostdlib++", *link, cwd=folder, **kept)
         build.seal(folder / output.name)
         shutil.move(folder / output.name, output)
 
@@ -147,7 +148,8 @@ def libraries_of(build: ModuleType, target: Target, cache: Path | None) -> dict[
             path = Path(scratch if cache is None else cache, f"{target.tag}-{key[:16]}-{file}")
             if not build.is_whole(path):
                 print(f"  compiling {name} for {target.tag}", flush=True)
-                compile_library(build, path, target, flags)
+                # Zig keeps objects as well; with the user's, a second build would take the first one's.
+                compile_library(build, path, target, flags, Path(scratch, "zig"))
             found[f"{COMPILED}/{file}"] = path.read_bytes()
     return found
 
