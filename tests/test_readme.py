@@ -146,6 +146,21 @@ def test_every_argument_of_the_table_is_told_once_or_honoured() -> None:
     assert "| `max_tokens` | default None, until the context is full; vLLM: 16 |" in told
 
 
+def test_the_counts_of_architectures_are_those_of_the_table() -> None:
+    """`python tests/models/architectures.py --write` writes it."""
+    lines = (ROOT / "tests" / "models" / "ARCHITECTURES.md").read_text().splitlines()
+    ran = [line for line in lines if "| backend |" in line]
+    count, native, backend, refused, neither = map(int, re.findall(r"\d+", lines[2]))
+    by_row, invariant = (sum(words in line for line in ran) for words in ("row by row", "| backend | yes |"))
+    told = " ".join((REFERENCE / "models.md").read_text().split())
+    assert len(ran) == backend and sum("| native |" in line for line in lines) == native
+    assert (
+        f"Of the {count} in 5.23, {native} run natively, {backend} on transformers' code ({by_row} of them row by row, "
+        f"{invariant} batch-invariant), {refused} are refused, and of {neither} no tiny one could be built." in told
+    )
+    assert f"Of {count} causal architectures {native} run natively and {backend} on" in README
+
+
 def test_the_families_of_the_reference_are_those_that_are_registered() -> None:
     page = (REFERENCE / "models.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == ["model_type", *sorted(_FAMILIES)]

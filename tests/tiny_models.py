@@ -348,6 +348,7 @@ TINY_MODELS = TINY_MODELS | {
         seed=1,
         control={"norm_topk_prob": False},
     ),
+    "youtu": TinyModel("YoutuConfig", {**LATENT, "head_dim": None}, control={"rope_interleave": False}),
     "glm4-moe": TinyModel(
         "Glm4MoeConfig",
         {
@@ -924,7 +925,7 @@ _REARRANGED = """
     arcee cohere ernie4_5 exaone4 falcon-one-kv-head gemma glm4 gpt2-scaled-by-layer gpt_bigcode gptj helium internlm3
     ministral olmo3 persimmon seed_oss stablelm starcoder2 olmoe granitemoe phimoe ernie4-5-moe glm4-moe lfm2-moe
     falcon-mamba granitemoehybrid-dense bamba nemotron-h nemotron-h-experts jamba zamba2-grouped
-    qwen3-5 qwen3-5-moe olmo-hybrid
+    qwen3-5 qwen3-5-moe olmo-hybrid youtu
 """.split()
 # Rows that differ from a scheduled one in how weights are read, in biases, or in numbers of a position's rotation.
 _VARIANTS = """

@@ -95,10 +95,16 @@ class DeepseekV3ForCausalLM(d.DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         rope = reader.rope()
-        attention = d.read_latent_attention(reader, rope, is_neox_style=not reader.boolean("rope_interleave", True))
+        attention = latent_of_v3(reader, rope)
         experts = sigmoid_experts(reader, 256, 8, 2048, groups=8, best=4, scale=2.5)
         is_sparse = dense_first(reader, reader.count("first_k_dense_replace", 3))
         return deepseek_decoder(reader, rope, attention, experts, is_sparse, positions=4096)
+
+
+def latent_of_v3(reader: d.ConfigReader, rope: d.RopeParameters, **more: int) -> d.LatentAttentionConfig:
+    """Latent attention whose `rope_interleave` says how channels are paired; `more`: what missing keys stand for."""
+    is_neox_style = not reader.boolean("rope_interleave", True)
+    return d.read_latent_attention(reader, rope, is_neox_style=is_neox_style, **more)
 
 
 def sigmoid_experts(
@@ -199,6 +205,16 @@ class MiniCPM3ForCausalLM(d.DecoderForCausalLM):
             embedding_multiplier=reader.number("scale_emb", 12.0),
             logits_divisor=1.0 if base is None else hidden / base,
         )
+
+
+class YoutuForCausalLM(d.DecoderForCausalLM):
+    """Youtu-LLM: DeepSeek V3's latent attention in a dense decoder."""
+
+    @classmethod
+    def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
+        reader.ignore("embedding_initializer_range")
+        attention = latent_of_v3(reader, reader.rope())
+        return d.uniform_decoder(reader, attention, d.read_rms_norm(reader), positions=131_072, tied=True)
 
 
 # Names of keys in published files -> DeepSeek V3's.

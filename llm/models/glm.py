@@ -1,7 +1,7 @@
 """GLM 4 to 4.7."""
 
 from llm.models import decoder as d
-from llm.models.deepseek import deepseek_decoder, dense_first, sigmoid_experts
+from llm.models.deepseek import deepseek_decoder, dense_first, latent_of_v3, sigmoid_experts
 
 
 class GlmForCausalLM(d.DecoderForCausalLM):
@@ -64,14 +64,7 @@ class Glm4MoeLiteForCausalLM(d.DecoderForCausalLM):
     @classmethod
     def read_config(cls, reader: d.ConfigReader) -> d.DecoderConfig:
         rope = reader.rope()
-        attention = d.read_latent_attention(
-            reader,
-            rope,
-            q_lora_rank=768,
-            qk_nope_head_dim=192,
-            v_head_dim=256,
-            is_neox_style=not reader.boolean("rope_interleave", True),
-        )
+        attention = latent_of_v3(reader, rope, q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256)
         experts = sigmoid_experts(reader, 64, 4, 1536, groups=1, best=1, scale=1.8)
         first = reader.count("first_k_dense_replace", 1)
         is_sparse = d.layers_with_experts(reader, first)

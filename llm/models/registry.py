@@ -113,6 +113,7 @@ _FAMILIES = {
     "stablelm": "llama:StableLmForCausalLM",
     "starcoder2": "llama:Starcoder2ForCausalLM",
     "vaultgemma": "gemma:VaultGemmaForCausalLM",
+    "youtu": "deepseek:YoutuForCausalLM",
     "zamba2": "zamba2:Zamba2ForCausalLM",
 }
 _ARCHITECTURES = {family: place.partition(":")[2] for family, place in _FAMILIES.items()}
