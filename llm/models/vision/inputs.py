@@ -1,6 +1,7 @@
 """What a tower gets of a picture or a video, and which of its tokens see each other in both directions.
 
-Pictures are resized by PyTorch's own resampling of bytes, which is what torchvision calls: the pixels are equal.
+Pictures are resized by PyTorch's own resampling of bytes, which is what torchvision calls: the pixels are equal. The
+Lanczos filter is Pillow's where PyTorch has none.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def spans_of(kind: str, places: np.ndarray, length: int) -> tuple[tuple[int, int
 
 # Pillow's numbers -> PyTorch's names.
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+_TORCH_HAS_LANCZOS = hasattr(torch.ops.aten, "_upsample_lanczos2d_aa")  # since PyTorch 2.12
 
 
 def resized(pixels: torch.Tensor, size: tuple[int, int], resample: int) -> torch.Tensor:
@@ -113,4 +115,15 @@ def resized(pixels: torch.Tensor, size: tuple[int, int], resample: int) -> torch
     mode = _FILTERS[resample]
     if mode == "nearest":
         return F.interpolate(pixels, size, mode="nearest")
+    if mode == "lanczos" and not _TORCH_HAS_LANCZOS:
+        return _by_pillow(pixels, size, resample)
     return F.interpolate(pixels, size, mode=mode, align_corners=False, antialias=True)
+
+
+def _by_pillow(pixels: torch.Tensor, size: tuple[int, int], resample: int) -> torch.Tensor:
+    """As `resized`. Pillow rounds its weights otherwise than PyTorch: a byte may differ by 2."""
+    from PIL import Image
+
+    height, width = size
+    pictures = [Image.fromarray(each).resize((width, height), resample) for each in pixels.permute(0, 2, 3, 1).numpy()]
+    return torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(0, 3, 1, 2).contiguous()
