@@ -43,7 +43,8 @@ class LoRARequest:
     """An adapter for a call or a row, of an `LLM(enable_lora=True)`.
 
     Attributes:
-        lora_name, lora_int_id: name and number of the adapter; what it computes depends on its files alone.
+        lora_name: of the adapter; what it computes depends on its files alone.
+        lora_int_id: its number.
         lora_path: its folder in PEFT's layout, or a hub name.
         base_model_name: the model that it is for; not used.
     """

@@ -171,7 +171,7 @@ class LLM:
             drafts could change an answer; `{"model": folder}`: a smaller model with the same tokenizer; None: nothing.
             See `llm.config.engine.SpeculativeConfig`.
         reasoning_config: `{"reasoning_start_str": ..., "reasoning_end_str": ...}`, the texts around reasoning where
-            they are not the tokens <think> and </think>; for `thinking_token_budget`.
+            they are not the tokens `<think>` and `</think>`; for `thinking_token_budget`.
         runner: "generate" or "pooling": text is generated, or hidden states become vectors, classes or scores (`embed`,
             `classify`, `score`); "auto": what the checkpoint is for.
         convert: of a pooling model: "embed" or "classify", whatever head the checkpoint has; "auto": as it says.

@@ -168,7 +168,9 @@ class CompletionOutput:
         error: with finish_reason "error" or "skipped", the exception; `raise` it for the traceback.
         structured: the outcome of `structured_outputs`; None without.
         activations: what its `Capture` asked for; None without. It is in no table and no JSON.
-        content, reasoning, tool_calls: of `LLM.chat`, what the text holds (`ToolCall`); reasoning None: there is none.
+        content: of a reply of `LLM.chat`, the text without reasoning and tool calls.
+        reasoning: of such a reply; None: there is none.
+        tool_calls: of such a reply.
         parsed: a complete JSON answer as data (`StructuredOutputsParams.parse`); else None.
     """
 
@@ -225,7 +227,9 @@ class ChoiceOutput:
     """The likeliest of a prompt's choices; lists are in the order of the choices.
 
     Attributes:
-        label, index, probability: of the likeliest choice; of equals, the first.
+        label: the likeliest choice; of equals, the first.
+        index: of that among the choices.
+        probability: of that.
         probabilities: they sum to 1.
         logprobs: the log-likelihood of each choice after the prompt; not normalized.
         num_tokens: how many tokens of each were scored.
@@ -269,11 +273,13 @@ class RequestStateStats:
     Attributes:
         num_generation_tokens: of the completion.
         num_preemptions: how often it lost its blocks and was computed again.
-        num_drafted_tokens, num_accepted_tokens: drafts of speculative decoding that were verified, and how many were
-            right: as many steps were saved.
+        num_drafted_tokens: drafts of speculative decoding that were verified.
+        num_accepted_tokens: those that were right: as many steps were saved.
         arrival_time: when it was queued, as `time.time()`.
-        queued_ts, scheduled_ts, first_token_ts, last_token_ts: when it was queued, first computed, and got its first
-            and last token, as `time.monotonic()`; 0.0: not yet.
+        queued_ts: when it was queued, as `time.monotonic()`, as all below; 0.0: not yet.
+        scheduled_ts: when it was first computed.
+        first_token_ts: when it got its first token.
+        last_token_ts: when it got its last token.
     """
 
     num_generation_tokens: int = 0

@@ -299,7 +299,9 @@ class VllmConfigView(_Section):
         parallel_config: `worker_cls`, "auto" or the class path of an `llm.runner.model_runner.ModelRunner`; sizes, to
             be read.
         compilation_config: `custom_ops` (a list), `mode` and `backend`.
-        model_config, cache_config, scheduler_config: arguments of `LLM`.
+        model_config: arguments of `LLM`.
+        cache_config: the same.
+        scheduler_config: the same.
     """
 
     def __init__(self, args: LLMArgs, platform: Platform) -> None:

@@ -41,8 +41,8 @@ def test_a_name_without_a_page_is_seen(lost: str) -> None:
 
 
 def joint_entries(documentation: str) -> list[str]:
-    """Entries of "Args:" that name several parameters, which `mkdocs build --strict` refuses."""
-    sections = re.findall(r"^Args:\n((?: {4}.*\n?|\n)*)", inspect.cleandoc(documentation), re.MULTILINE)
+    """Entries that name several: mkdocs refuses those of "Args:", and takes the rest for a type in "Attributes:"."""
+    sections = re.findall(r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n)*)", inspect.cleandoc(documentation), re.MULTILINE)
     return [entry for section in sections for entry in re.findall(r"^ {4}(\w+(?:, \w+)+)(?: \(.*\))?:", section, re.M)]
 
 
@@ -64,7 +64,24 @@ def test_an_entry_of_the_reference_names_one_parameter() -> None:
         for entry in joint_entries(getattr(each, "__doc__", None) or "")
     ]
     assert found == []
-    assert joint_entries("Does.\n\n    Args:\n        a, b: both.\n        c: one.\n") == ["a, b"]
+    for section in ("Args", "Attributes"):
+        assert joint_entries(f"Does.\n\n    {section}:\n        a, b: both.\n        c: one.\n") == ["a, b"]
+
+
+def lost_tags(documentation: str) -> list[str]:
+    """What a browser takes for HTML and does not show: angle brackets outside of code."""
+    return re.findall(r"<[A-Za-z/|][^>\n]*>", re.sub(r"`[^`]*`", "", documentation))
+
+
+def test_the_reference_shows_what_is_between_angle_brackets() -> None:
+    found = [
+        (place, tag)
+        for place, each in documented_objects()
+        if str(getattr(each, "__module__", "")).startswith("llm")
+        for tag in lost_tags(getattr(each, "__doc__", None) or "")
+    ]
+    assert found == []
+    assert lost_tags("the tokens <think> and `</think>`; 1 < 2") == ["<think>"]
 
 
 def examples(documentation: str) -> list[str]:
@@ -173,8 +190,8 @@ def test_a_notebook_is_a_page_with_what_its_cells_show() -> None:
         "# Title",
         "Text.",
         "````python\nf(1)\n````",
-        "````text\n100%\ndone\n````",
+        "````output\n100%\ndone\n````",
         "![what the cell shows](data:image/png;base64,iVBORw0K)",
         '<div class="shown">\n<table>\n</table>\n</div>',
-        "````text\n`1`\n````\n",
+        "````output\n`1`\n````\n",
     ]

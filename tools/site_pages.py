@@ -55,7 +55,7 @@ def _shown(outputs: list[dict[str, Any]]) -> Iterator[str]:
             said += "".join(output["text"])
             continue
         if said.strip():
-            yield _fenced(said, "text")
+            yield _fenced(said, "output")
         said = ""
         data = {kind: "".join(text) for kind, text in output.get("data", {}).items()}
         if "image/png" in data:
@@ -64,9 +64,9 @@ def _shown(outputs: list[dict[str, Any]]) -> Iterator[str]:
             whole = [line for line in data["text/html"].splitlines() if line.strip()]  # a blank line ends the block
             yield "\n".join(('<div class="shown">', *whole, "</div>"))
         elif "text/plain" in data:
-            yield _fenced(data["text/plain"], "text")
+            yield _fenced(data["text/plain"], "output")
     if said.strip():
-        yield _fenced(said, "text")
+        yield _fenced(said, "output")
 
 
 def _fenced(text: str, language: str) -> str:

@@ -51,7 +51,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class MultiModalConfig:
-    """Of no model here: prompts are text. For the annotations of operations written for vLLM."""
+    """A name for the annotations of operations written for vLLM; nothing here has one."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class StructuredOutputsConfig:
 
 @dataclass(frozen=True)
 class ReasoningConfig:
-    """The texts around a model's reasoning, for `thinking_token_budget`; "": the tokens <think> and </think>.
+    """The texts around a model's reasoning, for `thinking_token_budget`; "": the tokens `<think>` and `</think>`.
 
     `LLM.chat` reads reasoning by them; a `reasoning_parser` is not used.
     """
@@ -202,7 +202,8 @@ class SpeculativeConfig:
             far and the request's accepted drafts say that more would cost more than they give.
         prompt_lookup_min: shortest repeated suffix that is continued.
         prompt_lookup_max: None; accepted from vLLM's users: the longest repeated suffix is at least as long.
-        model, quantization: of the draft model or of the EAGLE-3 head, as in `LLM`.
+        model: the draft model or the EAGLE-3 head, as in `LLM`.
+        quantization: of that, as in `LLM`.
         is_default: True if the user did not choose.
     """
 

@@ -57,7 +57,8 @@ class Site:
     Attributes:
         shape: of one position's activation; -1: as many as there are positions up to the last that is captured.
         dtype: "float32" or "int64".
-        can_capture, can_change: what may be done there, and `note`, why not.
+        can_capture: it may be read.
+        can_change: it may be changed; `note` says why not.
         in_parts: of several ranks, each has some of its numbers.
         module: the dotted path of the module in the model.
         scoring: of a pattern, which is computed from queries and keys by its definition; None: it is read as it is.

@@ -126,7 +126,8 @@ class BatchUpdateBuilder:
     rows may have taken the empty indices.
 
     Attributes:
-        added, moved: lists to append to.
+        added: a list to append to.
+        moved: the same.
         batch_changed: True if a row was removed, added or moved in this step.
     """
 
