@@ -64,7 +64,8 @@ template <class T> class Attention {
     float* out;
 
     int64_t padded() const { return ceil_div(layer.value_size(), LANES) * LANES; }
-    bool is_staged() const { return layer.is_latent() || sizeof(T) != sizeof(float) || step.block_size % LANES != 0; }
+    bool has_panels() const { return !layer.is_latent() && step.block_size % LANES == 0; }
+    bool is_staged() const { return sizeof(T) == 1 || !has_panels(); }
     // Floats of one block's keys and values.
     int64_t staged_size() const { return KEYS * (layer.head_size + layer.value_size()) + LANES; }
 
@@ -74,19 +75,26 @@ template <class T> class Attention {
         return (rows * per_row + MAX_TILE_ROWS * KEYS + staged) * sizeof(float) + rows * sizeof(Span) + 64 * 9;
     }
 
-    void run(const Task& task, char* scratch) const {
+    // `following`: what this thread probably does next, or null.
+    void run(const Task& task, const Task* following, char* scratch) const {
         const int64_t rows = task.rows();
         Work work = divide(scratch, rows);
         start(task, work, rows);
         const Span all = find_spans(work, rows);
-        const bool has_panels = !layer.is_latent() && step.block_size % LANES == 0;
-        Block block = open(task, work, all, all.first / KEYS);
         for (int64_t index = all.first / KEYS; index * KEYS < all.end; ++index) {
-            const bool last = (index + 1) * KEYS >= all.end, fetch = has_panels && !last;
-            const Block next = fetch ? in_cache(task, all, index + 1) : block;
-            advance(work, rows, index * KEYS, block, next, fetch);
-            // Staged blocks share one buffer: the next one is opened only when this one is done.
-            if (!last) block = is_staged() ? open(task, work, all, index + 1) : next;
+            const bool last = (index + 1) * KEYS >= all.end, fetch = has_panels() && (!last || following);
+            const Next next = !fetch ? Next{} : last ? first_of(*following) : next_of(in_cache(task, all, index + 1));
+            const auto advance_over = [&](const auto& block) {
+                fetch ? advance<true>(work, rows, index * KEYS, block, next)
+                      : advance<false>(work, rows, index * KEYS, block, next);
+            };
+            if constexpr (sizeof(T) > 1) {
+                if (!is_staged()) {
+                    advance_over(in_cache(task, all, index));
+                    continue;
+                }
+            }
+            advance_over(open(task, work, all, index));
         }
         finish(task, work);
     }
@@ -110,7 +118,6 @@ template <class T> class Attention {
         work.slopes = layer.slopes ? floats(rows) : nullptr;
         work.staged = is_staged() ? floats(staged_size()) : nullptr;
         work.spans = reinterpret_cast<Span*>(take(rows, sizeof(Span)));
-        work.next_line = LANES * sizeof(T);
         return work;
     }
 
@@ -158,22 +165,36 @@ template <class T> class Attention {
     const BF16* scales_of(const T* codes) const { return reinterpret_cast<const BF16*>(codes) - LANES; }
 
     // The panels of block `index` in the cache. Where no query row sees a panel it is panel 0: read, but not used.
-    Block in_cache(const Task& task, Span all, int64_t index) const {
-        Block block;
+    Block<T> in_cache(const Task& task, Span all, int64_t index) const {
+        Block<T> block;
         for (int panel = 0; panel < PANELS; ++panel) {
             const int64_t first = index * KEYS + panel * LANES;
             const bool seen = !intersect(all, {first, first + LANES}).empty();
             const int64_t at = seen ? step.slot(task.row, first) / LANES : 0;
-            block.keys[panel] = reinterpret_cast<const float*>(keys_at(at, task.kv_head));
-            block.values[panel] = reinterpret_cast<const float*>(values_at(at, task.kv_head));
+            block.keys[panel] = keys_at(at, task.kv_head);
+            block.values[panel] = values_at(at, task.kv_head);
         }
         return block;
     }
 
+    Next first_of(const Task& task) const {
+        const Span seen = seen_by(step, layer, task);
+        return next_of(in_cache(task, seen, seen.first / KEYS));
+    }
+
+    static Next next_of(const Block<T>& block) {
+        Next next{};
+        next.line = LANES * sizeof(T);
+        for (int panel = 0; panel < PANELS; ++panel) {
+            next.keys[panel] = reinterpret_cast<const char*>(block.keys[panel]);
+            next.values[panel] = reinterpret_cast<const char*>(block.values[panel]);
+        }
+        return next;
+    }
+
     // The panels of block `index` as floats.
-    Block open(const Task& task, const Work& work, Span all, int64_t index) const {
-        if (!is_staged()) return in_cache(task, all, index);
-        Block block;
+    Block<float> open(const Task& task, const Work& work, Span all, int64_t index) const {
+        Block<float> block;
         for (int panel = 0; panel < PANELS; ++panel) {
             const int64_t first = index * KEYS + panel * LANES;
             stage(task, work, intersect(all, {first, first + LANES}), first, panel, block);
@@ -181,7 +202,7 @@ template <class T> class Attention {
         return block;
     }
 
-    void stage(const Task& task, const Work& work, Span seen, int64_t first, int panel, Block& block) const {
+    void stage(const Task& task, const Work& work, Span seen, int64_t first, int panel, Block<float>& block) const {
         const int64_t panel_size = LANES * layer.head_size;
         float* keys = work.staged + panel * panel_size;
         float* values = work.staged + PANELS * panel_size + panel * LANES * layer.value_size();
@@ -240,33 +261,38 @@ template <class T> class Attention {
         stage_channels(rows, rows.rope, value_size, size, keys, nullptr);
     }
 
-    // Advances all query rows over the block of positions that begins at `start`.
-    void advance(const Work& work, int64_t rows, int64_t start, const Block& block, const Block& next,
-                 bool fetch) const {
-        // The last full tile prefetches the next block: it has enough arithmetic to hide that, and needs these keys no
-        // more.
-        const int64_t fetches = fetch ? max(0, rows / MAX_TILE_ROWS - 1) * MAX_TILE_ROWS : -1;
+    // Advances all query rows over the block of positions that begins at `start`. With FETCH, its last full tile
+    // prefetches what is next: it has enough arithmetic to hide that, and needs these keys no more.
+    template <bool FETCH, class U>
+    void advance(const Work& work, int64_t rows, int64_t start, const Block<U>& block, const Next& next) const {
+        const int64_t fetches = max(0, rows / MAX_TILE_ROWS - 1) * MAX_TILE_ROWS;
         const bool whole = work.common.first <= start && start + KEYS <= work.common.end;
         for (int64_t row = 0, share; row < rows; row += share) {
             share = tile_rows(rows - row);
-            if (!whole) advance_edge(work, row, share, start, block);
-            else if (row == fetches) advance_tile<true>(work, row, share, start, block, next);
-            else advance_tile<false>(work, row, share, start, block, next);
+            const auto advance_rows = [&](auto fetch) {
+                constexpr bool fetch_here = decltype(fetch)::value;
+                if (whole) advance_tile<fetch_here>(work, row, share, start, block, next);
+                else advance_edge<fetch_here>(work, row, share, start, block, next);
+            };
+            if (FETCH && row == fetches) advance_rows(std::true_type{});
+            else advance_rows(std::false_type{});
         }
     }
 
     // Query rows that all see the whole block.
-    template <bool FETCH>
-    void advance_tile(const Work& work, int64_t row, int64_t rows, int64_t start, const Block& block,
-                      const Block& next) const {
-        score_rows<FETCH>(rows, work, row, KEYS, block, next, layer.head_size);
+    template <bool FETCH, class U>
+    void advance_tile(const Work& work, int64_t row, int64_t rows, int64_t start, const Block<U>& block,
+                      const Next& next) const {
+        score_rows<FETCH>(rows, work, row, int64_t{KEYS}, block, next, layer.head_size);
         for (int64_t r = 0; r < rows; ++r)
             advance_softmax(work, row + r, work.scores + r * KEYS, start, {0, KEYS}, layer.log2_cap());
         value_rows<FETCH>(rows, work, row, work.scores, Span{0, KEYS}, block, next, layer.value_size());
     }
 
     // Query rows of which some see only a part of the block.
-    void advance_edge(const Work& work, int64_t row, int64_t rows, int64_t start, const Block& block) const {
+    template <bool FETCH, class U>
+    void advance_edge(const Work& work, int64_t row, int64_t rows, int64_t start, const Block<U>& block,
+                      const Next& next) const {
         Span shared{0, KEYS}, any{KEYS, 0};
         for (int64_t r = row; r < row + rows; ++r) {
             const Span seen = seen_in_block(work, r, start);
@@ -275,7 +301,7 @@ template <class T> class Attention {
         }
         if (any.empty()) return;
         const int64_t size = layer.value_size();
-        score_rows<false>(rows, work, row, any.end, block, block, layer.head_size);
+        score_rows<FETCH>(rows, work, row, any.end, block, next, layer.head_size);
         const auto scores = [&](int64_t r) { return work.scores + (r - row) * KEYS; };
         for (int64_t r = row; r < row + rows; ++r) {
             const Span seen = seen_in_block(work, r, start);
@@ -285,14 +311,14 @@ template <class T> class Attention {
         // and a key that a row does not see is not multiplied by 0 (0 * inf is NaN).
         if (shared.empty()) shared = {KEYS, KEYS};
         const auto add_alone = [&](int64_t r, Span keys) {
-            if (!keys.empty()) value_rows<false>(1, work, r, scores(r), keys, block, block, size);
+            if (!keys.empty()) value_rows<false>(1, work, r, scores(r), keys, block, next, size);
         };
         for (int64_t r = row; r < row + rows; ++r) {
             const Span seen = seen_in_block(work, r, start);
             add_alone(r, {seen.first, min(seen.end, shared.first)});
         }
         if (shared.empty()) return;
-        value_rows<false>(rows, work, row, work.scores, shared, block, block, size);
+        value_rows<FETCH>(rows, work, row, work.scores, shared, block, next, size);
         for (int64_t r = row; r < row + rows; ++r) add_alone(r, {shared.end, seen_in_block(work, r, start).end});
     }
 };
@@ -314,7 +340,10 @@ template <class Attention> void share_tasks(const Attention& attention, int64_t 
     parallel_for(tasks.count, is_worth_sharing(ns) ? threads : 1, attention.scratch_bytes(tasks.rows()),
                  [&](int64_t index, char* scratch) {
         const Task task = tasks.task(index, first_task);
-        if (task.heads() > 0) attention.run(task, scratch);
+        if (task.heads() <= 0) return;
+        Task following{};
+        if (index + 1 < tasks.count) following = tasks.task(index + 1, first_task);
+        attention.run(task, following.heads() > 0 ? &following : nullptr, scratch);
     });
 }
 

@@ -186,21 +186,21 @@ class Int8Attention {
         return floats * 4 + fours * 4 + rows * sizeof(Span) + staged_bytes() + 64 * 11;
     }
 
-    void run(const Task& task, char* scratch) const {
+    // `following`: what this thread probably does next, or null.
+    void run(const Task& task, const Task* following, char* scratch) const {
         const int64_t rows = task.rows();
         Int8Work work = divide(scratch, rows);
         start(task, work, rows);
         const Span all = find_spans(work.common, rows);
-        Records records = open(task, work, all, all.first / KEYS);
         for (int64_t index = all.first / KEYS; index * KEYS < all.end; ++index) {
-            const bool last = (index + 1) * KEYS >= all.end;
-            // Staged records share one buffer: open the next ones only when these are done.
-            const Records next = last || is_staged() ? records : open(task, work, all, index + 1);
-            for (int64_t row = 0; row < rows; row += INT8_ROWS) {
-                const bool fetch = row == 0 && !last && !is_staged();
-                advance_rows(min(rows - row, INT8_ROWS), work, row, index * KEYS, records, fetch ? &next : nullptr);
-            }
-            records = last || !is_staged() ? next : open(task, work, all, index + 1);
+            const bool last = (index + 1) * KEYS >= all.end, fetch = !is_staged() && (!last || following);
+            const Records records = open(task, work, all, index);
+            const Records next = !fetch ? records
+                                 : last ? first_of(*following, work)
+                                        : open(task, work, all, index + 1);
+            for (int64_t row = 0; row < rows; row += INT8_ROWS)
+                advance_rows(min(rows - row, INT8_ROWS), work, row, index * KEYS, records,
+                             fetch && row == 0 ? &next : nullptr);
         }
         finish(task, work.common);
     }
@@ -296,6 +296,11 @@ class Int8Attention {
         return cache + (slot / LANES * layer.kv_heads + kv_head) * record_bytes(size());
     }
 
+    Records first_of(const Task& task, const Int8Work& work) const {
+        const Span seen = seen_by(step, layer, task);
+        return open(task, work, seen, seen.first / KEYS);
+    }
+
     // The records of block `index`. Where no query row sees a panel it is panel 0: read, but not used.
     Records open(const Task& task, const Int8Work& work, Span all, int64_t index) const {
         Records records;
@@ -347,9 +352,9 @@ class Int8Attention {
         if (any.empty()) return;
         const int64_t first = any.first / LANES, end = ceil_div(any.end, LANES);
         float units[ROWS];
-        for (int64_t panel = first; panel < end; ++panel) {
-            score<ROWS>(work, row, panel, records.keys[panel]);
+        for (int64_t panel = 0; panel < PANELS; ++panel) {
             if (next) fetch(next->keys[panel]);
+            if (first <= panel && panel < end) score<ROWS>(work, row, panel, records.keys[panel]);
         }
         for (int r = 0; r < ROWS; ++r) units[r] = weigh(work, row + r, r, start, records);
         for (int64_t channel = 0; channel < size(); channel += LANES) {

@@ -16,6 +16,8 @@ constexpr int KEYS = 64, PANELS = KEYS / LANES;
 constexpr int64_t LINE = 64;  // bytes of a cache line
 #if LLM_PLAIN
 constexpr int MAX_TILE_ROWS = 2;  // without vectors, large tiles compile slowly
+#elif LLM_AVX512
+constexpr int MAX_TILE_ROWS = 7;
 #else
 constexpr int MAX_TILE_ROWS = 6;
 #endif
@@ -37,10 +39,10 @@ struct Span {
 
 LLM_INLINE Span intersect(Span a, Span b) { return {max(a.first, b.first), min(a.end, b.end)}; }
 
-// acc[r][v] += a[r][i] * b[v][i], i in order; b[v] advances by `stride` floats. With FETCH, each step prefetches a line
-// of every `next` (what the task reads after this block) into the L2 cache.
-template <int ROWS, int VECTORS, bool FETCH>
-LLM_INLINE void accumulate(F32 (&acc)[ROWS][VECTORS], const float* a, int64_t row_stride, const float* const* b,
+// acc[r][v] += a[r][i] * b[v][i], i in order; b[v] advances by `stride` elements. With FETCH, each step prefetches a
+// line of every `next` (what the task reads after this block) into the L2 cache.
+template <int ROWS, int VECTORS, bool FETCH, class T>
+LLM_INLINE void accumulate(F32 (&acc)[ROWS][VECTORS], const float* a, int64_t row_stride, const T* const* b,
                            int64_t stride, int64_t count, const char* const* next, int64_t next_stride) {
     _Pragma("GCC unroll 2") for (int64_t i = 0; i < count; ++i) {
         F32 column[VECTORS];
@@ -55,8 +57,14 @@ LLM_INLINE void accumulate(F32 (&acc)[ROWS][VECTORS], const float* a, int64_t ro
     }
 }
 
-// The keys and values of one block of KEYS positions, as panels of floats.
-struct Block { const float *keys[PANELS], *values[PANELS]; };
+// The panels of keys and values of one block of KEYS positions.
+template <class T> struct Block { const T *keys[PANELS], *values[PANELS]; };
+
+// The panels in the cache that are read next, with `line` bytes of 16 keys or values of a channel.
+struct Next {
+    const char *keys[PANELS], *values[PANELS];
+    int64_t line;
+};
 
 // What a task works on, in the thread's scratch memory.
 struct Work {
@@ -64,9 +72,22 @@ struct Work {
     float* slopes;                                         // of each query row, in powers of two; null: no ALiBi
     Span* spans;                                           // positions that each query row sees
     Span common;                                           // positions that all query rows see
-    int64_t next_line;                                     // bytes in the cache of 16 keys and values, one channel
     int64_t out_stride;
 };
+
+// The positions that the token at `position` of `length` sees.
+Span seen_from(const Layer& layer, int64_t position, int64_t length) {
+    const int64_t first = layer.window ? max(0, position + 1 - layer.window) : 0;
+    const int64_t chunk = layer.chunk ? position / layer.chunk * layer.chunk : 0;
+    return {max(first, chunk), min(length, position + 1 + layer.ahead)};
+}
+
+// The positions that the tokens of a task see.
+Span seen_by(const Step& step, const Layer& layer, const Task& task) {
+    const int64_t length = step.lengths[task.row];
+    return {seen_from(layer, step.position(task.row, task.first), length).first,
+            seen_from(layer, step.position(task.row, task.end - 1), length).end};
+}
 
 // Sets the softmax, the output and the span of a query row in `head` at `position` of `length` to those before its
 // first key.
@@ -79,9 +100,7 @@ void start_row(const Work& work, int64_t row, const Layer& layer, int64_t head, 
         work.sums[row * LANES] = 1.0f;
     }
     if (layer.slopes) work.slopes[row] = layer.slopes[head] * 0x1.715476p+0f;
-    const int64_t first = layer.window ? max(0, position + 1 - layer.window) : 0;
-    const int64_t chunk = layer.chunk ? position / layer.chunk * layer.chunk : 0;
-    work.spans[row] = {max(first, chunk), min(length, position + 1 + layer.ahead)};
+    work.spans[row] = seen_from(layer, position, length);
 }
 
 // The positions that all query rows see become work.common; returns those that any of them sees.
@@ -113,60 +132,54 @@ constexpr int vectors_for(int rows) {
 #endif
 }
 
-template <int ROWS, int VECTORS, bool FETCH>
-void score_panels(const Work& work, int64_t row, int panel, const Block& block, const Block& next, int64_t head_size) {
+template <int ROWS, int VECTORS, bool FETCH, class T>
+void score_panels(const Work& work, int64_t row, int panel, const Block<T>& block, const Next& next,
+                  int64_t head_size) {
     F32 acc[ROWS][VECTORS];
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v) acc[r][v] = zero();
-    const float* keys[VECTORS];
-    const char* fetched[VECTORS];
-    LLM_UNROLL for (int v = 0; v < VECTORS; ++v) {
-        keys[v] = block.keys[panel + v];
-        fetched[v] = reinterpret_cast<const char*>(next.keys[panel + v]);
-    }
-    accumulate<ROWS, VECTORS, FETCH>(acc, work.query + row * head_size, head_size, keys, LANES, head_size, fetched,
-                                     work.next_line);
+    accumulate<ROWS, VECTORS, FETCH>(acc, work.query + row * head_size, head_size, block.keys + panel, LANES, head_size,
+                                     next.keys + panel, next.line);
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v)
         store(work.scores + r * KEYS + (panel + v) * LANES, acc[r][v]);
 }
 
 // Scores of at least the first `keys` keys of the block, rounded up to whole panels.
-template <int ROWS, bool FETCH>
-void score_tile(const Work& work, int64_t row, int64_t keys, const Block& block, const Block& next, int64_t head_size) {
+template <int ROWS, bool FETCH, class T>
+void score_tile(const Work& work, int64_t row, int64_t keys, const Block<T>& block, const Next& next,
+                int64_t head_size) {
     constexpr int width = vectors_for(ROWS);
     for (int panel = 0; panel * LANES < keys; panel += width)
         score_panels<ROWS, width, FETCH>(work, row, panel, block, next, head_size);
 }
 
 // Adds the keys [first, end) of the block to VECTORS vectors of the outputs of ROWS query rows.
-template <int ROWS, int VECTORS, bool FETCH>
-void add_values(const Work& work, int64_t row, const float* scores, int64_t channel, Span keys, const Block& block,
-                const Block& next, int64_t head_size) {
+template <int ROWS, int VECTORS, bool FETCH, class T>
+void add_values(const Work& work, int64_t row, const float* scores, int64_t channel, Span keys, const Block<T>& block,
+                const Next& next, int64_t head_size) {
     F32 acc[ROWS][VECTORS];
     float* out = work.out + row * work.out_stride + channel;
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v)
         acc[r][v] = load(out + r * work.out_stride + v * LANES);
     for (int64_t key = keys.first; key < keys.end;) {
         const int64_t panel = key / LANES, inside = key % LANES, stop = min(keys.end, (panel + 1) * LANES);
-        const float* values[VECTORS];
+        const T* values[VECTORS];
         const char* fetched[VECTORS];
         LLM_UNROLL for (int v = 0; v < VECTORS; ++v) {
-            const int64_t offset = inside * head_size + channel + v * LANES;
-            values[v] = block.values[panel] + offset;
+            values[v] = block.values[panel] + inside * head_size + channel + v * LANES;
             // Prefetches the next block's lines in address order, spread over all keys and all channels.
             const int64_t line = channel / LANES * KEYS + key * VECTORS + v;
-            fetched[v] = reinterpret_cast<const char*>(next.values[min(line / head_size, PANELS - 1)]) +
-                         line % head_size * work.next_line;
+            fetched[v] = next.values[min(line / head_size, PANELS - 1)] + line % head_size * next.line;
         }
         accumulate<ROWS, VECTORS, FETCH>(acc, scores + key, KEYS, values, head_size, stop - key, fetched,
-                                         VECTORS * work.next_line);
+                                         VECTORS * next.line);
         key = stop;
     }
     LLM_UNROLL for (int r = 0; r < ROWS; ++r) LLM_UNROLL for (int v = 0; v < VECTORS; ++v)
         store(out + r * work.out_stride + v * LANES, acc[r][v]);
 }
 
-template <int ROWS, bool FETCH>
-void value_tile(const Work& work, int64_t row, const float* scores, Span keys, const Block& block, const Block& next,
+template <int ROWS, bool FETCH, class T>
+void value_tile(const Work& work, int64_t row, const float* scores, Span keys, const Block<T>& block, const Next& next,
                 int64_t head_size) {
     constexpr int width = vectors_for(ROWS);
     int64_t channel = 0;

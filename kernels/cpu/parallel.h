@@ -62,9 +62,10 @@ class Scratch {
 };
 
 // The tasks are cut into one range per thread. A thread takes its own range in order, so that its prefetches are used,
-// and then helps with the other ranges.
+// and then helps with the other ranges. Of a long range it takes several tasks at once: an atomic operation waits until
+// the stores of the task before it have left the core.
 template <class Task> struct Region {
-    static constexpr int64_t MOST_RUNS = 64;
+    static constexpr int64_t MOST_RUNS = 64, PARTS = 16;
     struct alignas(64) Run {
         std::atomic<int64_t> next;
         int64_t end;
@@ -88,8 +89,12 @@ template <class Task> struct Region {
         const int64_t own = region.arrived.fetch_add(1, std::memory_order_relaxed);
         for (int64_t turn = 0; turn < region.runs; ++turn) {
             Run& run = region.run[(own + turn) % region.runs];
-            for (int64_t index; (index = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;)
-                (*region.task)(index, scratch.as<char>());
+            for (int64_t left; (left = run.end - run.next.load(std::memory_order_relaxed)) > 0;) {
+                const int64_t some = left < PARTS ? 1 : left / PARTS;
+                const int64_t first = run.next.fetch_add(some, std::memory_order_relaxed);
+                const int64_t end = first + some < run.end ? first + some : run.end;
+                for (int64_t index = first; index < end; ++index) (*region.task)(index, scratch.as<char>());
+            }
         }
     }
 };
