@@ -1,10 +1,10 @@
 // GEMM y = x W^T (+ bias) with vdpbf16ps: bfloat16 weights, activations rounded to the nearest bfloat16.
 //
 // In each lane the instruction adds two products of bfloat16 to a float32 sum, one fused multiply-add after the other:
-// first that of the upper halves of 32 bits, then that of the lower ones. A panel has the even k in the lower half.
-// Both operands have their halves exchanged: so every output is one chain of FMAs from +0 over k = 0 ... K-1, then the
-// bias, as multiply_rounded in gemm_float.cpp has it for the other instruction sets. The bits are the same where no
-// operand and no sum is a denormal, which this instruction takes for zero.
+// first that of the upper halves of 32 bits, then that of the lower ones. A panel has the even k in the lower half. So
+// every output is one chain of FMAs from +0 over k = 1, 0, 3, 2, ..., then the bias, as multiply_rounded in
+// gemm_float.cpp has it for the other instruction sets: to exchange the halves of a weight takes the time of two
+// products. The bits are the same where no operand and no sum is a denormal, which this instruction takes for zero.
 #include "quantize.h"
 #include "weight.h"
 
@@ -17,7 +17,7 @@ constexpr int64_t STEP_BYTES = LANES * 4;  // of a panel: 2 k of 16 output chann
 constexpr int64_t PREFETCH_BYTES = 4096;
 constexpr int64_t BLOCK_BYTES = 1 << 20;  // operands of one block of row tiles
 
-// Two values of one k pair: that of the even k in the upper half.
+// Two values of one k pair: that of the even k in the lower half.
 using Pair = int32_t;
 
 // Rounds one batch row of a tile of `rows` to [k / 2][rows]; with an odd k, the last pair ends with 0.
@@ -25,7 +25,7 @@ void round_row(const float* x, int64_t k, int64_t rows, Pair* out) {
     for (int64_t i = 0; i < k; i += 2 * LANES) {
         const int64_t left = k - i;
         alignas(64) Pair pairs[LANES];
-        store_i(pairs, as_int(rounded_pairs(x + i, left)));
+        store_i(pairs, rounded_pairs(x + i, left));
         for (int64_t j = 0; j < min(LANES, ceil_div(left, 2)); ++j) out[(i / 2 + j) * rows] = pairs[j];
     }
 }
@@ -44,7 +44,7 @@ __attribute__((noinline)) void tile(const Product& p, const Pair* a, int64_t row
         LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
             const char* at = b + c * panel_size + s * STEP_BYTES;
             prefetch_far(at + distance);
-            w[c] = (__m512bh)halves_exchanged(_mm512_loadu_si512(at));
+            w[c] = (__m512bh)_mm512_loadu_si512(at);
         }
         LLM_UNROLL for (int r = 0; r < ROWS; ++r) {
             const __m512bh value = (__m512bh)_mm512_set1_epi32(a[s * ROWS + r]);

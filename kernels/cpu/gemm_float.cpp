@@ -4,7 +4,8 @@
 // the thread do not enter. A panel is [k][16], of bfloat16 [k / 2][16][2]: a shift and a mask widen an output channel's
 // two values. With AMX (gemm_tiles.h) a bfloat16 weight has another chain, which does not depend on the batch either.
 // Packing is here for 8-bit floats too, in panels [k][16]; gemm_weight_only.cpp computes with them.
-// AVX-512 BF16 multiplies activations that are rounded to bfloat16 in the same chain (gemm_bf16.cpp).
+// Activations that are rounded to bfloat16 are multiplied in the chain of AVX-512 BF16, k = 1, 0, 3, 2, ...
+// (gemm_bf16.cpp).
 #include "gemm_tiles.h"
 #include "quantize.h"
 #include "vector_math.h"
@@ -34,7 +35,10 @@ LLM_INLINE F32 load_panel(const BF16* p, int64_t k) {
     return as_float(k ? and_i(both, set1_i(static_cast<int32_t>(0xffff0000u))) : shift_left<16>(both));
 }
 
-template <class T, int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t panel) {
+// Which of the k of a panel step comes first.
+enum class Order { EVEN_FIRST, ODD_FIRST };
+
+template <class T, Order ORDER, int ROWS, int PANELS> void tile(const Product& p, int64_t row, int64_t panel) {
     constexpr int64_t step = DEPTH<T> * LANES;  // elements of a panel
     const int64_t steps = p.k / DEPTH<T>, panel_size = panel_elements<T>(p.k);
     const float* a = p.x + row * p.k;
@@ -54,7 +58,7 @@ template <class T, int ROWS, int PANELS> void tile(const Product& p, int64_t row
         const int64_t distance = ahead.distance(s);
         LLM_UNROLL for (int c = 0; c < PANELS; ++c)
             prefetch_far(reinterpret_cast<const char*>(b + c * panel_size + s * step) + distance);
-        LLM_UNROLL for (int64_t d = 0; d < DEPTH<T>; ++d) add(s, d);
+        LLM_UNROLL for (int64_t d = 0; d < DEPTH<T>; ++d) add(s, ORDER == Order::ODD_FIRST ? DEPTH<T> - 1 - d : d);
     }
     if (p.k % DEPTH<T>) add(steps, 0);
     LLM_UNROLL for (int c = 0; c < PANELS; ++c)
@@ -73,16 +77,17 @@ constexpr int panels_for(int rows) {
 #endif
 }
 
-template <class T, int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int64_t end) {
-    for_panels<panels_for(ROWS)>(panel, end,
-                                 [&](auto wide, int64_t at) { tile<T, ROWS, decltype(wide)::value>(p, row, at); });
+template <class T, Order ORDER, int ROWS> void tiles(const Product& p, int64_t row, int64_t panel, int64_t end) {
+    for_panels<panels_for(ROWS)>(panel, end, [&](auto wide, int64_t at) {
+        tile<T, ORDER, ROWS, decltype(wide)::value>(p, row, at);
+    });
 }
 
-template <class T> void multiply(const Product& p, int64_t threads) {
+template <class T, Order ORDER = Order::EVEN_FIRST> void multiply(const Product& p, int64_t threads) {
     const Tasks tasks(p.m, p.n, MAX_ROWS, p.k * sizeof(float), BLOCK_BYTES, threads);
     tasks.run([&](int64_t tile, int64_t panel, int64_t end) {
         with_rows(tasks.rows(tile),
-                  [&](auto rows) { tiles<T, decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
+                  [&](auto rows) { tiles<T, ORDER, decltype(rows)::value>(p, tasks.first_row(tile), panel, end); });
     });
 }
 
@@ -150,7 +155,7 @@ template <Form FORM> void multiply_by_tiles(const Product& p, int64_t threads) {
 void multiply_rounded(const Product& p, int64_t threads) {
     const Scratch memory(p.m * p.k * sizeof(float));
     round_rows(p.x, p.m, p.k, memory.as<float>(), threads);
-    multiply<BF16>({p, memory.as<float>(), p.y, p.m}, threads);
+    multiply<BF16, Order::ODD_FIRST>({p, memory.as<float>(), p.y, p.m}, threads);
 }
 
 // `src` and `dst` may be the same memory if n is a multiple of 16 and k of DEPTH.

@@ -143,14 +143,15 @@ inline void round_rows(const float* x, int64_t rows, int64_t k, float* out, int6
 LLM_INLINE __m512i halves_exchanged(__m512i pairs) {  // vprold, by whose intrinsic gcc 12 warns
     return (__m512i)((__v16su)pairs << 16 | (__v16su)pairs >> 16);
 }
-// The first of up to 32 activations x as 16 pairs of the nearest bfloat16, the even k in the upper half.
-LLM_INLINE F32 rounded_pairs(const float* x, int64_t count) {
+// The first of up to 32 activations x as 16 pairs of the nearest bfloat16, the even k in the lower half.
+LLM_INLINE I32 rounded_pairs(const float* x, int64_t count) {
     const F32 low = load_part(x, count), high = count > LANES ? load_part(x + LANES, count - LANES) : zero();
-    return as_float({halves_exchanged((__m512i)_mm512_cvtne2ps_pbh(high.v, low.v))});
+    return {(__m512i)_mm512_cvtne2ps_pbh(high.v, low.v)};
 }
-// A row x [k] of an even number -> [k / 2] pairs.
+// A row x [k] of an even number -> [k / 2] pairs, the even k in the upper half.
 LLM_INLINE void round_pairs(const float* x, int64_t k, float* out) {
-    for (int64_t i = 0; i < k; i += 2 * LANES) store_part(out + i / 2, rounded_pairs(x + i, k - i), (k - i) / 2);
+    for (int64_t i = 0; i < k; i += 2 * LANES)
+        store_part(out + i / 2, as_float({halves_exchanged(rounded_pairs(x + i, k - i).v)}), (k - i) / 2);
 }
 // Each lane rounded to the nearest bfloat16.
 LLM_INLINE F32 rounded(F32 x) {

@@ -17,6 +17,13 @@ def chain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def rounded_chain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The definition of a product of bfloat16 weights and rounded activations: the chain over k = 1, 0, 3, 2, ..."""
+    k = x.shape[1]
+    order = [i ^ 1 if i ^ 1 < k else i for i in range(k)]
+    return chain(x.bfloat16().float()[:, order], weight[:, order])
+
+
 def group_sums(lib: library.Library, x: torch.Tensor, weight: Weight) -> list[torch.Tensor]:
     """Of each group of k, the chain of x and the unscaled values times `factor_of`: [M, N] each."""
     values = unscaled(weight) * factor_of(weight)
