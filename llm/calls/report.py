@@ -83,7 +83,8 @@ class ExpertLoad:
                 )
         width = _LABEL_WIDTH + _CELL * max(map(len, self.tokens.values()))
         height = len(self.tokens) * (_CELL + 2)
-        return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{"".join(parts)}</svg>'
+        size = f'width="{width}" height="{height}"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" fill="currentColor" {size}>{"".join(parts)}</svg>'
 
 
 def measure_load(engine: Engine, texts: Sequence[str]) -> ExpertLoad:

@@ -169,7 +169,8 @@ class QuantizationReport:
                 if value is not None:
                     parts.append(_bar(top + 2 + row * (_ROW_HEIGHT - 2), min(value, largest) / largest, colour, value))
         width, height = _LABEL_WIDTH + _BAR_WIDTH + 60, 2 * _ROW_HEIGHT * len(layers)
-        return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{"".join(parts)}</svg>'
+        size = f'width="{width}" height="{height}"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" fill="currentColor" {size}>{"".join(parts)}</svg>'
 
 
 @library_defaults()
