@@ -125,20 +125,25 @@ def wheel_targets(wanted: str) -> list[str]:
         return machine_targets()
     if wanted:
         return wanted.split(",")
-    return [target for target in machine_targets() if target == fast_targets()[-1]]
+    try:
+        best = fast_targets()[-1]
+    except ImportError:  # PyTorch alone knows this processor, and is not there while a wheel is built
+        return []
+    return [target for target in machine_targets() if target == best]
 
 
 def read_cpu_flags() -> set[str]:
     """The processor features this process can use, by Linux's names, and the processor's vendor.
 
-    Elsewhere than on Linux as PyTorch has them. Empty if it is neither x86-64 nor aarch64.
+    Elsewhere than on Linux as PyTorch has them, and in an emulator, where Linux tells of the processor outside. Empty
+    if it is neither x86-64 nor aarch64.
     """
-    path = Path("/proc/cpuinfo")
-    if platform.machine().lower() not in _X86 | _ARM:
+    path, machine = Path("/proc/cpuinfo"), platform.machine().lower()
+    if machine not in _X86 | _ARM:
         return set()
-    if not path.exists():
+    flags = flags_in(path.read_text()) if path.exists() else set()
+    if ("asimd" if machine in _ARM else "sse2") not in flags:  # every processor of the architecture has it
         return flags_of_torch()
-    flags = flags_in(path.read_text())
     if "amx_tile" in flags and not request_tiles():
         flags = {flag for flag in flags if not flag.startswith("amx")}
     return flags

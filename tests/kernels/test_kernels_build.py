@@ -71,6 +71,25 @@ def test_what_a_wheel_carries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.wheel_targets("") == ["avx2"]
 
 
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_where_linux_tells_of_no_such_processor_pytorch_does(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On macOS, on Windows, and in an emulator, which shows the processor outside."""
+    outside = "Features\t: fp asimd asimddp\n" if machine == "x86_64" else "flags\t\t: fpu sse2 avx2\n"
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(build.Path, "read_text", lambda path: outside)
+    monkeypatch.setattr(build, "flags_of_torch", lambda: {"told"})
+    assert build.read_cpu_flags() == {"told"}
+
+
+def test_a_wheel_that_is_built_without_pytorch_has_kernels_if_the_processor_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert build.wheel_targets("") == build.fast_targets()[-1:]
+    monkeypatch.setattr(build, "flags_in", lambda cpuinfo: set())
+    assert build.wheel_targets("") == []
+
+
 @pytest.mark.parametrize(
     ("machine", "targets"),
     [
