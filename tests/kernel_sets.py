@@ -21,8 +21,9 @@ def has_compiler() -> bool:
 
 
 def has_kernels() -> bool:
-    """True if an `LLM` on this machine uses compiled kernels."""
-    return has_compiler() and requested_isa() != "none"
+    """True if an `LLM` on this machine uses compiled kernels: packaged ones, or those that it compiles."""
+    isa = requested_isa()
+    return isa != "none" and (has_compiler() or build.packaged_library(choose_target(isa)[0]) is not None)
 
 
 # Of a test that compares the bits of an answer in two batches, or is about the kernels themselves.

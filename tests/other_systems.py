@@ -4,9 +4,10 @@
     python tests/other_systems.py darwin tests/config tests/setup
 
 `pretend(system)` comes before the first import of `llm`. Its modules then import views of `os`,
-`signal`, `mmap`, `sys` and `ctypes` without the calls that the system has not got, and with its name; other packages
-keep the real ones. /proc and /sys are gone for everybody's Python code. Calls of Windows' own are stood in for.
-Interpreters that are started from then on pretend as well.
+`signal`, `mmap`, `sys` and `ctypes` without the calls that the system has not got, and with its name, and find no /proc
+and no /sys; other packages, and tests, keep the real ones. Calls of Windows' own are stood in for, it deletes no file
+that is open, and the kernels are installed as a wheel installs them. Interpreters that are started from then on pretend
+as well.
 """
 
 from __future__ import annotations
@@ -61,6 +62,19 @@ NO_MODULES = {
 _REAL_IMPORT = builtins.__import__
 
 
+# Windows compiles no kernels: this machine's are installed as a wheel for Windows would install its own.
+_INSTALL_KERNELS = """
+import sys
+from pathlib import Path
+from llm.kernels.cpu import build, library
+
+isa = library.requested_isa()
+if isa != "none":
+    target, _ = library.choose_target(isa, build.flags_of_torch())
+    folder = Path(sys.argv[1], "llm", "kernels", "cpu", build.PACKAGED_FOLDER.name)
+    folder.mkdir(parents=True)
+    (folder / build.packaged_name(target)).symlink_to(build.ensure_library(target))
+"""
 # The system that other interpreters of this program are to pretend to be.
 _TOLD = "PRETENDED_SYSTEM"
 _AT_START = """
@@ -179,12 +193,38 @@ def _views(system: str) -> dict[str, ModuleType]:
     return {m.__name__: View(m, hidden.get(m.__name__, set()), changed.get(m.__name__, {})) for m in modules}
 
 
+def _keep_open_files() -> None:
+    """Windows deletes no file that is open or mapped: for the library, by way of the standard library too."""
+    real_unlink = os.unlink
+
+    def unlink(path: Any, *arguments: Any, **named: Any) -> None:
+        if isinstance(path, (str, Path)) and not named and _asked_by_library(2) and _is_open(os.path.realpath(path)):
+            message = "The process cannot access the file because it is being used by another process"
+            raise PermissionError(13, message, str(path))
+        real_unlink(path, *arguments, **named)
+
+    os.unlink = unlink
+
+
+def _is_open(path: str) -> bool:
+    opened = (f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd"))
+    return path in map(os.path.realpath, opened) or f" {path}\n" in Path("/proc/self/maps").read_text()
+
+
+def _asked_by_library(callers: int) -> bool:
+    """Whether the library made the call that so many frames are in between, maybe through the standard library."""
+    frame = sys._getframe(callers)
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in sys.stdlib_module_names:
+        frame = frame.f_back
+    return _is_of_library(frame.f_globals)
+
+
 def _hide_folders() -> None:
-    """/proc and /sys: for Python's `open` and `stat`."""
+    """/proc and /sys: from the library's `open` and `stat`, its own and those by way of the standard library."""
     real_open, real_stat = io.open, os.stat
 
     def is_hidden(path: Any) -> bool:
-        return isinstance(path, (str, Path)) and str(path).startswith(("/proc/", "/sys/"))
+        return isinstance(path, (str, Path)) and str(path).startswith(("/proc/", "/sys/")) and _asked_by_library(3)
 
     def stat(path: Any, *arguments: Any, **named: Any) -> os.stat_result:
         if is_hidden(path):
@@ -223,12 +263,20 @@ def pretend(system: str) -> None:
 
     builtins.__import__ = imported
     _hide_folders()
+    if system == "win32":
+        _keep_open_files()
     if os.environ.get(_TOLD) != system:
         folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder)
+        site = os.path.join(folder, "site-packages")
+        if system == "win32":
+            modules = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+            install = [sys.executable, "-c", _INSTALL_KERNELS, site]
+            subprocess.run(install, check=True, env={**os.environ, "PYTHONPATH": modules})
+            sys.path.append(site)
         at_start = _AT_START.format(told=_TOLD, tests=str(Path(__file__).parent))
         Path(folder, "sitecustomize.py").write_text(at_start)
-        entries = (folder, os.environ.get("PYTHONPATH"))
+        entries = (folder, os.environ.get("PYTHONPATH"), site)
         os.environ.update({_TOLD: system, "PYTHONPATH": os.pathsep.join(filter(None, entries))})
 
 

@@ -22,6 +22,7 @@ from llm import LLM, SamplingParams, serve
 from llm.base import system
 from llm.cli import main
 from llm.errors import LLMError
+from llm.kernels.state import kernel_state
 from llm.text import chat_template
 
 told = {}
@@ -32,7 +33,7 @@ told["printed"] = printed.getvalue().splitlines()[0]
 told["doctor"] = main(["doctor"]) in (0, 1)  # 1: it found something to do on this machine
 params = SamplingParams(temperature=0, max_tokens=8)
 with LLM(speculative_config=None) as llm:
-    told["invariant"] = llm.config.invariant
+    told["invariant"], told["kernels"] = llm.config.invariant, kernel_state().text.partition(",")[0]
     (folder / "in.jsonl").write_text("".join(json.dumps({"prompt": f"Verse {row}"}) + chr(10) for row in range(6)))
     llm.run(folder / "in.jsonl", folder / "out.jsonl", params, use_tqdm=False)
     told["rows"] = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
@@ -45,12 +46,9 @@ with LLM(speculative_config=None) as llm:
 with LLM(speculative_config=None, prefix_cache=folder / "prompts") as llm:
     again = llm.generate("In the beginning " * 40, params, use_tqdm=False)[0]
     told["again"], told["cached"] = again.outputs[0].token_ids, again.num_cached_tokens
-# Without kernels weights cannot be offloaded.
-with LLM(speculative_config=None, offload_weights=told["invariant"]) as llm:
-    told["offloaded"] = llm.generate("In the beginning", params, use_tqdm=False)[0].outputs[0].token_ids
-for option in ("data_parallel_size", "tensor_parallel_size"):
+for option, value in (("data_parallel_size", 2), ("tensor_parallel_size", 2), ("offload_weights", True)):
     try:
-        with LLM(speculative_config=None, **{option: 2}) as llm:
+        with LLM(speculative_config=None, **{option: value}) as llm:
             told[option] = llm.generate("In the beginning", params, use_tqdm=False)[0].outputs[0].token_ids
     except LLMError as error:
         told[option] = str(error)
@@ -92,13 +90,14 @@ def test_answers_and_files_are_those_of_linux(name: str, told: dict[str, dict[st
     expected, found = dict(told["linux"]), dict(told[name])
     assert expected["status"] == 0 and expected["second lock"] == "refused" and len(expected["rows"]) == 6
     assert expected["again"] == expected["long"] and expected["cached"] > 0 and expected["served"]
-    assert expected["data_parallel_size"] == expected["tensor_parallel_size"] == expected["offloaded"]
-    if name == "win32":  # no process there can be limited, and no kernels are compiled
+    assert expected["data_parallel_size"] == expected["tensor_parallel_size"] == expected["offload_weights"]
+    assert expected["invariant"]
+    if name == "win32":  # no process there can be limited, and no file deleted while it is open
         assert found.pop("template").startswith("TemplateLimit: it is more than plain, and this system cannot limit")
-        assert not found.pop("invariant") and expected.pop("invariant")
         assert expected.pop("template") == "a"
         assert found.pop("tensor_parallel_size").startswith("tensor_parallel_size must be 1 on Windows")
-        del expected["tensor_parallel_size"]
+        assert found.pop("offload_weights").startswith("offload_weights must be None or False on Windows")
+        del expected["tensor_parallel_size"], expected["offload_weights"]
     assert found == expected
 
 
@@ -108,11 +107,14 @@ def test_what_is_hidden_is_missed(tmp_path: Path) -> None:
 import other_systems
 other_systems.pretend("win32")
 for name in ("llm.planted", "another"):
-    for code in ("import fcntl", "import os; os.fork", "from signal import setitimer", "open('/proc/meminfo')"):
+    for code in (
+        *("import fcntl", "import os; os.fork", "from signal import setitimer", "open('/proc/meminfo')"),
+        "import pathlib; file = open('open', 'w'); pathlib.Path('open').unlink()",
+    ):
         try:
             exec(code, {"__name__": name, "__builtins__": __builtins__})
             print(name, code, "ran", flush=True)
-        except (ImportError, AttributeError, FileNotFoundError) as error:
+        except (ImportError, AttributeError, OSError) as error:
             print(name, code, type(error).__name__, flush=True)
 import os, pathlib, subprocess, sys
 pathlib.Path("llm").mkdir()
@@ -125,10 +127,12 @@ subprocess.run([sys.executable, os.getcwd() + "/llm/role.py"], check=True)
         "llm.planted import os; os.fork AttributeError",
         "llm.planted from signal import setitimer ImportError",
         "llm.planted open('/proc/meminfo') FileNotFoundError",
+        "llm.planted import pathlib; file = open('open', 'w'); pathlib.Path('open').unlink() PermissionError",
         "another import fcntl ran",
         "another import os; os.fork ran",
         "another from signal import setitimer ran",
-        "another open('/proc/meminfo') FileNotFoundError",
+        "another open('/proc/meminfo') ran",
+        "another import pathlib; file = open('open', 'w'); pathlib.Path('open').unlink() ran",
         "a worker False",
     ]
 

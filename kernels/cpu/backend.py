@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from llm.base import system
 from llm.kernels.backend import OPERATIONS, Backend, NotRecordable, Operation, PartFunction, PartResults, StepSize
 from llm.kernels.cpu import build
 from llm.kernels.cpu.gather import MappedMemory
@@ -49,7 +50,7 @@ class CpuBackend(Backend):
     name = "cpu"
     records = True
     stops = True
-    offloads = True
+    offloads = system.deletes_open_files()
     activations = (torch.float32,)
 
     def __init__(self, library: Library, reason: str) -> None:

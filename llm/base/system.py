@@ -175,7 +175,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     try:
         yield fresh
         sync(fresh)
-        fresh.replace(path)
+        replace(fresh, path)
         sync(path.parent)
     except BaseException:
         fresh.unlink(missing_ok=True)

@@ -577,7 +577,7 @@ def run_job(
         return _summary_of_complete(llm, plan)
     with closing(Journal(files.journal, of_job)) as journal:
         summary = Job(llm, plan, journal, options.use_tqdm).run()
-        files.journal.unlink()
+        journal.delete()
     return summary
 
 

@@ -37,7 +37,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from llm import errors
-from llm.base.system import lock, whole_file
+from llm.base.system import deletes_open_files, lock, whole_file
 from llm.base.text import clip, show
 from llm.base.types import JsonObject
 from llm.engine.output import PromptState
@@ -183,6 +183,12 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
+
+    def delete(self) -> None:
+        """Delete the file: before the lock is let go, where the system deletes open files."""
+        if not deletes_open_files():
+            self.close()
+        self.path.unlink()
 
     def _cut_torn_end(self) -> int:
         """Cut off what follows the last whole line; returns the file's size."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from llm.base.optional import optional_package
-from llm.base.system import whole_file
+from llm.base.system import replace, whole_file
 from llm.base.text import clip, quote, show
 from llm.base.types import JsonObject
 from llm.errors import JobError
@@ -364,7 +363,7 @@ def write_activations(output: RequestOutput, folder: Path, format: str) -> None:
             _write_arrow(output.index, found, partial)
         else:
             save_file(_arrays_of(found, len(output.outputs) > 1), partial)
-        os.replace(partial, path)
+        replace(partial, path)
     except OSError as error:
         raise JobError(f"{path} cannot be written: {error.strerror or error}.") from error
 

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from llm.base import system
 from llm.base.checks import refuse
 from llm.config import env
 from llm.config.compilation import CompilationConfig
@@ -446,7 +447,8 @@ def _plan_memory(
             if args.offload_weights is False or not backend.offloads:
                 raise
     if not backend.offloads:
-        refuse("offload_weights", True, f"None or False with the operations of {backend.name}: {backend.reason}")
+        why = f"with the operations of {backend.name}: {backend.reason}"
+        refuse("offload_weights", True, f"None or False {why if system.deletes_open_files() else 'on Windows'}")
     # Half of a half: what the KV cache does not take holds weights.
     return _offloaded(args, model, plan(free_bytes=free // 2), weights, free)
 

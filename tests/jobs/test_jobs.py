@@ -24,6 +24,7 @@ from embedded import assert_idle, engine_of, open_llm
 from kernel_sets import needs_kernels
 
 from llm import LLM, SamplingParams, ValidationError
+from llm.base import system
 from llm.cli import main
 from llm.errors import JobError, JobInterrupted, OutOfMemoryError
 from llm.jobs.bodies import text_offsets
@@ -562,7 +563,8 @@ def test_an_output_that_cannot_be_written_leaves_the_journal(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", lambda handle: None)
-        patch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+        failed = OSError(30, "Read-only file system")
+        patch.setattr("llm.base.system.replace", lambda source, target: (_ for _ in ()).throw(failed))
         with pytest.raises(JobError, match="cannot be written: Read-only file system"):
             run(llm, source)
     run(llm, source, "whole.jsonl")
@@ -598,20 +600,20 @@ class Disk:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.durable: dict[int, int] = {}  # by inode
         self.too_early: list[str] = []  # names that a file got before the disk had it
-        fsync, replace = os.fsync, Path.replace
+        fsync, replace = os.fsync, system.replace
 
         def waited(handle: int) -> None:
             fsync(handle)
             self.durable[os.fstat(handle).st_ino] = os.fstat(handle).st_size
 
-        def named(path: Path, target: Path) -> Path:
+        def named(path: Path, target: Path) -> None:
             if not self.has(path):
                 self.too_early.append(target.name)
             self.durable.pop(target.parent.stat().st_ino, None)
-            return replace(path, target)
+            replace(path, target)
 
         patch.setattr("os.fsync", waited)
-        patch.setattr(Path, "replace", named)
+        patch.setattr(system, "replace", named)
 
     def has(self, path: Path) -> bool:
         """All of a file; of a folder, its names."""
