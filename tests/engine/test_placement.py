@@ -15,7 +15,7 @@ from checkpoints.adapters import write_adapter
 from checkpoints.sentence_transformers import BERT, save_model, save_modules
 from checkpoints.sentence_transformers import prompts as pooled_prompts
 from embedded import engine_of, free_blocks, open_llm, run, tokens
-from fake_device import FakePlatform, fake_device
+from fake_device import FakePlatform, are_fakes_complete, fake_device
 from models import images
 from pretend_device import DEVICE, QUEUE, OnDevice, PretendPlatform, pretend_device
 from tiny_models import TINY_MODELS, make_prompts, tiny_checkpoint
@@ -177,6 +177,8 @@ def test_every_kind_of_model_computes_on_another_device(
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """`device=` of a CUDA device that knows types, shapes and devices, and computes nothing."""
+    if not are_fakes_complete():
+        pytest.skip("PyTorch 2.11's fake tensors fail where an empty dimension is split")
     monkeypatch.setattr(llm.platforms, "BUILTIN", (*llm.platforms.BUILTIN, FakePlatform))
     with fake_device(monkeypatch):
         yield FakePlatform.name
