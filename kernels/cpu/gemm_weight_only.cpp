@@ -93,26 +93,34 @@ template <Code CODE> constexpr float LEAST = CODE == Code::INT8 ? 16 : 8;
 template <Form FORM> struct Grid {
     F32 scale, shift;
 
-    template <Code CODE> static LLM_INLINE Grid of(const Product& p, int64_t group, int64_t column) {
-        Grid grid{p.scales().load(group, column, p.n - column), zero()};
-        if constexpr (FORM == Form::ZEROS)
-            grid.shift = p.zeros().load(group, column, p.n - column) * set1(-FACTOR<CODE>);
-        if constexpr (FORM == Form::MINIMA)
-            grid.shift = fma(grid.scale, set1(LEAST<CODE>), zero() - p.minima().load(group, column, p.n - column));
-        grid.scale = grid.scale * set1(1 / FACTOR<CODE>);
+    // `subtracted`: zero points or minima.
+    template <Code CODE> static LLM_INLINE Grid of(F32 scale, F32 subtracted) {
+        Grid grid{scale * set1(1 / FACTOR<CODE>), zero()};
+        if constexpr (FORM == Form::ZEROS) grid.shift = subtracted * set1(-FACTOR<CODE>);
+        if constexpr (FORM == Form::MINIMA) grid.shift = fma(scale, set1(LEAST<CODE>), zero() - subtracted);
         return grid;
     }
+    static LLM_INLINE Groups subtracted(const Product& p) { return FORM == Form::ZEROS ? p.zeros() : p.minima(); }
+    template <Code CODE, int PANELS>
+    static LLM_INLINE void load(const Product& p, int64_t group, const int64_t (&columns)[PANELS],
+                                Grid (&grids)[PANELS]) {
+        F32 scales[PANELS], others[PANELS] = {};
+        p.scales().load(group, columns, p.n, scales);
+        if constexpr (FORM != Form::PLAIN) subtracted(p).load(group, columns, p.n, others);
+        LLM_UNROLL for (int c = 0; c < PANELS; ++c) grids[c] = of<CODE>(scales[c], others[c]);
+    }
     // In memory: [2][16].
-    static LLM_INLINE Grid kept(const float* at) { return {load(at), FORM == Form::PLAIN ? zero() : load(at + LANES)}; }
+    static LLM_INLINE Grid kept(const float* at) {
+        return {llm::load(at), FORM == Form::PLAIN ? zero() : llm::load(at + LANES)};
+    }
     LLM_INLINE void keep(float* at) const {
         store(at, scale);
         if constexpr (FORM != Form::PLAIN) store(at + LANES, shift);
     }
     // They come from memory one line at a time.
-    static LLM_INLINE void fetch(const Product& p, int64_t group, int64_t column) {
-        p.scales().fetch(group, column);
-        if constexpr (FORM == Form::ZEROS) p.zeros().fetch(group, column);
-        if constexpr (FORM == Form::MINIMA) p.minima().fetch(group, column);
+    static LLM_INLINE void fetch(const Product& p, int64_t group, int64_t column, int panels) {
+        p.scales().fetch(group, column, panels);
+        if constexpr (FORM != Form::PLAIN) subtracted(p).fetch(group, column, panels);
     }
     // `part` is the group's sum of products, `inputs` that of its inputs.
     LLM_INLINE F32 add(F32 total, F32 part, F32 inputs) const {
@@ -183,8 +191,7 @@ LLM_INLINE void add_step(const float* a, int64_t stride, const uint8_t* const (&
 template <Form FORM, Word WORD, int PANELS>
 LLM_INLINE void fetch_scales(const Call<FORM, WORD>& p, int64_t group, const int64_t (&columns)[PANELS]) {
     const bool next = group >= p.groups;
-    LLM_UNROLL for (int c = 0; c < PANELS; ++c)
-        Grid<FORM>::fetch(p, next ? group - p.groups : group, columns[c] + (next ? PANELS * LANES : 0));
+    Grid<FORM>::fetch(p, next ? group - p.groups : group, columns[0] + (next ? PANELS * LANES : 0), PANELS);
 }
 
 // How many groups ahead of their use scales are prefetched: as many k as codes are.
@@ -236,11 +243,10 @@ __attribute__((noinline)) void few_rows(const Call<FORM, WORD>& p, int64_t row, 
             LLM_UNROLL for (int c = 0; c < PANELS; ++c) prefetch(b[c] + s * STEP_BYTES + distance);
             add_step<CODE, WORD, ROWS, PANELS>(p.words_of(row, s * STEP), p.words, b, s, lookup, part);
         }
-        LLM_UNROLL for (int c = 0; c < PANELS; ++c) {
-            const auto grid = Grid<FORM>::template of<CODE>(p, group, columns[c]);
-            LLM_UNROLL for (int r = 0; r < ROWS; ++r)
-                total[r][c] = grid.add(total[r][c], part[r][c], p.inputs(row + r, group));
-        }
+        Grid<FORM> grids[PANELS];
+        Grid<FORM>::template load<CODE>(p, group, columns, grids);
+        LLM_UNROLL for (int c = 0; c < PANELS; ++c) LLM_UNROLL for (int r = 0; r < ROWS; ++r)
+            total[r][c] = grids[c].add(total[r][c], part[r][c], p.inputs(row + r, group));
     }
     LLM_UNROLL for (int c = 0; c < PANELS; ++c)
         p.store_outputs(row, ROWS, columns[c], [&](int64_t r) { return total[r][c]; });
@@ -384,9 +390,11 @@ void block(const Call<FORM, WORD>& p, const Tasks& tasks, int64_t first_tile, in
         if (!opens)
             for (int64_t c = 0; c < panels; ++c)
                 widen_block<CODE>(p, codes.lookup, panel + c, first, end, values + c * LANES);
-        for (int64_t group = first / p.group_size, at = 0; group * p.group_size < end; ++group)
-            for (int c = 0; c < TILE_PANELS; ++c, at += 2 * LANES)
-                Grid<FORM>::template of<CODE>(p, group, codes.columns[c]).keep(grids + at);
+        for (int64_t group = first / p.group_size, at = 0; group * p.group_size < end; ++group) {
+            Grid<FORM> found[TILE_PANELS];
+            Grid<FORM>::template load<CODE>(p, group, codes.columns, found);
+            for (int c = 0; c < TILE_PANELS; ++c, at += 2 * LANES) found[c].keep(grids + at);
+        }
         for (int64_t tile = first_tile; tile < end_tile; ++tile)
             with_rows(tasks.rows(tile), [&](auto height) {
                 constexpr int ROWS = decltype(height)::value;

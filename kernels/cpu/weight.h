@@ -102,8 +102,21 @@ struct Groups {
             return widen(static_cast<const typename decltype(type)::Value*>(data)[group * stride + row]);
         });
     }
-    LLM_INLINE void fetch(int64_t group, int64_t row) const {
-        prefetch(static_cast<const char*>(data) + (group * stride + row) * bytes_of(kind));
+    // Those of COUNT times 16 output channels, from each of `rows` on; the last of them is the highest.
+    template <int COUNT>
+    LLM_INLINE void load(int64_t group, const int64_t (&rows)[COUNT], int64_t end, F32 (&out)[COUNT]) const {
+        with_type(kind, [&](auto type) {
+            const auto* at = static_cast<const typename decltype(type)::Value*>(data) + group * stride;
+            if (rows[COUNT - 1] + LANES <= end)
+                LLM_UNROLL for (int i = 0; i < COUNT; ++i) out[i] = load_part(at + rows[i], LANES);
+            else LLM_UNROLL for (int i = 0; i < COUNT; ++i) out[i] = load_part(at + rows[i], end - rows[i]);
+        });
+    }
+    // Prefetches those of `count` times 16 output channels, from `row` on.
+    LLM_INLINE void fetch(int64_t group, int64_t row, int count = 1) const {
+        const int64_t bytes = bytes_of(kind);
+        const char* at = static_cast<const char*>(data) + (group * stride + row) * bytes;
+        LLM_UNROLL for (int i = 0; i < count; ++i) prefetch(at + i * LANES * bytes);
     }
 };
 
