@@ -264,19 +264,19 @@ def picture(page: str) -> str:
     tables = page.partition(MARKS[0])[2].partition(MARKS[1])[0]
     rows = re.findall(r"^\| ([^|]+) \|[^|]*\|[^|]*\| ([\d.]+) \([^|]*\|", tables, re.MULTILINE)
     bars = sorted(((name.strip(), float(value)) for name, value in rows), key=lambda bar: -bar[1])
-    longest, step = max(value for _, value in bars), 26
+    longest, step, left = max(value for _, value in bars), 26, 270
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {step * len(bars) + 34}" font-size="14" '
         'font-family="sans-serif" fill="#777">',
-        '<text x="180" y="16">output tokens per second, 32 prompts at once</text>',
+        f'<text x="{left}" y="16">output tokens per second, 32 prompts at once</text>',
     ]
     for at, (name, value) in enumerate(bars):
-        top = 26 + step * at
+        top, width = 26 + step * at, round(370 * value / longest)
         color = "#3b6fb6" if name.startswith("offline-llm") else "#b0b0b0"
         lines += [
-            f'<text x="170" y="{top + 15}" text-anchor="end">{name}</text>',
-            f'<rect x="180" y="{top}" width="{round(460 * value / longest)}" height="20" fill="{color}"/>',
-            f'<text x="{188 + round(460 * value / longest)}" y="{top + 15}">{value:.0f}</text>',
+            f'<text x="{left - 10}" y="{top + 15}" text-anchor="end">{name.replace("`", "")}</text>',
+            f'<rect x="{left}" y="{top}" width="{width}" height="20" fill="{color}"/>',
+            f'<text x="{left + width + 8}" y="{top + 15}">{value:.0f}</text>',
         ]
     return "\n".join([*lines, "</svg>", ""])
 
