@@ -12,6 +12,8 @@ import bench_rivals as rivals
 import pytest
 from rival_child import measure
 
+README = experts.ROOT / "README.md"
+
 
 def test_an_engine_must_give_all_tokens_that_were_asked_for() -> None:
     asked = []
@@ -69,3 +71,14 @@ def test_the_picture_is_of_the_table() -> None:
     drawn = rivals.picture(page)
     assert drawn == rivals.PICTURE.read_text(encoding="utf-8") and drawn.count("<rect") > 6
     assert rivals.picture(re.sub(r"\| (\d+) \(", r"| 1\1 (", page)) != drawn
+
+
+def test_the_readme_has_medians_of_the_page() -> None:
+    page = experts.PAGE.read_text(encoding="utf-8").partition(rivals.MARKS[0])[2]
+    rows = re.findall(
+        r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$", README.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(rows) > 4
+    for name, *medians in rows:
+        found = re.search(rf"^\| {re.escape(name)} \| ([\d.]+)[^|]*\| ([\d.]+)[^|]*\| (\d+) ", page, re.MULTILINE)
+        assert found is not None and list(found.groups()) == medians, name
