@@ -46,6 +46,13 @@ def joint_entries(documentation: str) -> list[str]:
     return [entry for section in sections for entry in re.findall(r"^ {4}(\w+(?:, \w+)+)(?: \(.*\))?:", section, re.M)]
 
 
+def own_documentation() -> Iterator[tuple[str, str]]:
+    """(place, docstring) of all that the reference shows and is ours."""
+    for place, each in documented_objects():
+        if str(getattr(each, "__module__", "")).startswith("llm"):
+            yield place, getattr(each, "__doc__", None) or ""
+
+
 def documented_objects() -> Iterator[tuple[str, object]]:
     for place in DOCUMENTED:
         found = pkgutil.resolve_name(place)
@@ -57,13 +64,7 @@ def documented_objects() -> Iterator[tuple[str, object]]:
 
 
 def test_an_entry_of_the_reference_names_one_parameter() -> None:
-    found = [
-        (place, entry)
-        for place, each in documented_objects()
-        if str(getattr(each, "__module__", "")).startswith("llm")
-        for entry in joint_entries(getattr(each, "__doc__", None) or "")
-    ]
-    assert found == []
+    assert [(place, entry) for place, text in own_documentation() for entry in joint_entries(text)] == []
     for section in ("Args", "Attributes"):
         assert joint_entries(f"Does.\n\n    {section}:\n        a, b: both.\n        c: one.\n") == ["a, b"]
 
@@ -74,13 +75,7 @@ def lost_tags(documentation: str) -> list[str]:
 
 
 def test_the_reference_shows_what_is_between_angle_brackets() -> None:
-    found = [
-        (place, tag)
-        for place, each in documented_objects()
-        if str(getattr(each, "__module__", "")).startswith("llm")
-        for tag in lost_tags(getattr(each, "__doc__", None) or "")
-    ]
-    assert found == []
+    assert [(place, tag) for place, text in own_documentation() for tag in lost_tags(text)] == []
     assert lost_tags("the tokens <think> and `</think>`; 1 < 2") == ["<think>"]
 
 
